@@ -1,0 +1,674 @@
+"""Train a Transformer on parallel text: flags, data, loop, validation, logs. The model and its search are in
+transformer.py.
+
+    python train.py                                    the demo corpus, English to Bengali, in minutes
+    python train.py --src a.en --tgt a.de --val-src b.en --val-tgt b.de --out runs/x
+    python train.py --data pairs.tsv                   source, tab, target; validation is split off
+    python train.py --resume runs/x                    go on exactly where it stopped
+"""
+
+import argparse
+import ctypes
+import gzip
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+
+import transformer as tf
+
+HERE = Path(__file__).resolve().parent
+DEMO = HERE / "data" / "demo.tsv"
+
+# What a flag that is not given stands for; without any data the demo's values come first. A model's sizes come from
+# its preset.
+DEFAULTS = dict(
+    preset="small", norm="post", vocab_size=8000, max_len=256, steps=20000, batch_tokens=4096, accumulate=1,
+    warmup_steps=1000, rate_scale=0.6, label_smoothing=0.1, clip=1.0, patience=0, average=0, eval_every=1000,
+    save_every=500, log_every=50, keep=0, best_by="chrf", seed=1, device="auto", precision="fp32",
+)  # fmt: skip
+DEMO_DEFAULTS = dict(
+    data=str(DEMO), preset="tiny", dropout=0.1, vocab_size=1000, val_pairs=500, steps=1200, batch_tokens=2048,
+    warmup_steps=200, rate_scale=1.0, eval_every=400, out="runs/demo",
+)  # fmt: skip
+SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
+# A resumed run may be longer, be watched more closely, or sit on other hardware; all else is fixed by its checkpoint.
+MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"}
+
+
+class Problem(Exception):
+    """Something the user can mend: one line, exit status 1."""
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+    )
+
+    def count(text):  # a whole number of at least 1
+        value = int(text)
+        if value < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+        return value
+
+    def natural(text):
+        value = int(text)
+        if value < 0:
+            raise argparse.ArgumentTypeError(f"must not be negative: {text}")
+        return value
+
+    def positive(text):
+        value = float(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+        return value
+
+    def fraction(text):
+        value = float(text)
+        if not 0 <= value < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {text}")
+        return value
+
+    def flag(group, name, kind, text):
+        default = DEFAULTS.get(name[2:].replace("-", "_"))
+        group.add_argument(name, type=kind, help=text + ("" if default is None else f" (default {default})"))
+
+    data = parser.add_argument_group("data: two line-aligned files, or one file of pairs, or a hub set; .gz as well")
+    flag(data, "--src", str, "source sentences, one a line")
+    flag(data, "--tgt", str, "their translations, line by line")
+    flag(data, "--data", str, "pairs: .tsv (two columns, no header), or .csv, .jsonl, .parquet with named fields")
+    flag(data, "--dataset", str, "name of a set on the Hugging Face hub, or a folder laid out as one")
+    flag(data, "--dataset-config", str, "its configuration")
+    flag(data, "--src-field", str, "name of the source column (for .tsv: the first line is then a header)")
+    flag(data, "--tgt-field", str, "name of the target column")
+    flag(data, "--max-pairs", count, "use at most this many pairs, chosen at random by --seed")
+    flag(data, "--val-src", str, "validation sources")
+    flag(data, "--val-tgt", str, "validation targets")
+    flag(data, "--val-pairs", count, "without validation files: split off this many pairs (default a tenth, <= 1000)")
+    flag(data, "--vocab-size", count, "pieces of the shared SentencePiece vocabulary")
+    flag(data, "--max-len", count, "longest sentence in tokens, EOS included; longer pairs are dropped and counted")
+    data.add_argument("--dry-run", action="store_true", help="report on the data and the sizes, then stop")
+    flag(data, "--overfit", count, "memorise this many pairs and say whether it worked: a test of the whole chain")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", choices=tf.PRESETS, help=f"sizes (default {DEFAULTS['preset']}); single ones below")
+    flag(model, "--d-model", count, "D")
+    flag(model, "--n-heads", count, "H, divides D")
+    flag(model, "--d-ff", count, "F")
+    flag(model, "--n-layers", count, "N, in encoder and decoder each")
+    model.add_argument("--norm", choices=["post", "pre"], help="post as in the paper (default), or pre")
+    flag(model, "--dropout", fraction, "the presets say it otherwise")
+
+    run = parser.add_argument_group("training")
+    flag(run, "--steps", count, "updates in all")
+    flag(run, "--epochs", positive, "passes over the data, instead of --steps")
+    flag(run, "--batch-tokens", count, "padded tokens of the larger side in a batch")
+    flag(run, "--accumulate", count, "batches in an update")
+    flag(run, "--warmup-steps", count, "updates until the rate peaks at (D * warm-up)^-0.5 * rate scale")
+    flag(run, "--rate-scale", positive, "factor on the paper's rate")
+    flag(run, "--label-smoothing", fraction, "")
+    flag(run, "--clip", natural_or_float, "longest gradient; 0 for no clipping")
+    flag(run, "--eval-every", count, "updates between validations")
+    run.add_argument("--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)")
+    flag(run, "--patience", natural, "stop after this many validations without a better one; 0 for never")
+    flag(run, "--average", natural, "at the end, average the last N checkpoints; kept as best if it is better")
+    flag(run, "--save-every", count, "updates between saves of last.pt")
+    flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
+    flag(run, "--log-every", count, "updates between log lines")
+    flag(run, "--out", str, "folder of the run (default runs/<time>)")
+    flag(run, "--resume", str, "folder of a run to go on with")
+    flag(run, "--init-from", str, "checkpoint whose weights and tokenizer to start from")
+    flag(run, "--seed", natural, "decides the split, the order, the initial weights and the dropout")
+    run.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], help="auto (default): the best there is")
+    run.add_argument("--precision", choices=["fp32", "bf16"],
+                     help="bf16: products in half precision; several times faster where the hardware has it")  # fmt: skip
+    flag(run, "--threads", count, "CPU threads (default: PyTorch's choice)")
+    return parser, vars(parser.parse_args(argv))
+
+
+def natural_or_float(text):
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must not be negative: {text}")
+    return value
+
+
+def settings_of(given):
+    """Flags as given -> every setting. A demo run is one without any data of the user's."""
+    for one, other in (("src", "tgt"), ("val_src", "val_tgt")):
+        if (one in given) != (other in given):
+            raise Problem(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} go together")
+    sources = [name for name in ("src", "data", "dataset") if name in given]
+    if len(sources) > 1:
+        raise Problem(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
+    if "val_src" in given and "val_pairs" in given:
+        raise Problem("--val-pairs splits validation off; with --val-src there is nothing to split")
+    if "steps" in given and "epochs" in given:
+        raise Problem("--steps and --epochs exclude each other")
+    settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
+    if "epochs" in given:
+        del settings["steps"]
+    settings = tf.PRESETS[settings["preset"]] | settings
+    if "overfit" in given:  # nothing that fights memorising
+        settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100)
+        settings |= {k: v for k, v in given.items() if k in ("dropout", "label_smoothing", "warmup_steps", "steps", "eval_every")}
+    settings.setdefault("out", f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    return settings
+
+
+# --- Data ----------------------------------------------------------------------------------------------------------
+
+
+def open_text(path):
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def read_file(path):
+    with open_text(path) as file:
+        try:
+            return list(tf.read_lines(file))
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise Problem(f"{path}: {error}") from None
+
+
+def read_aligned(src, tgt):
+    pairs = read_file(src), read_file(tgt)
+    if len(pairs[0]) != len(pairs[1]):
+        raise Problem(f"{src} has {len(pairs[0])} lines and {tgt} has {len(pairs[1])}: they are not line by line")
+    return pairs
+
+
+def read_tsv(path, src_field, tgt_field):
+    rows = [line.split("\t") for line in read_file(path)]
+    columns, first = (0, 1), 1
+    if src_field is not None and rows:
+        header = rows.pop(0)
+        for name in (src_field, tgt_field):
+            if name not in header:
+                raise Problem(f"{path} has no column {name!r}; its first line says {header}")
+        columns, first = (header.index(src_field), header.index(tgt_field)), 2
+    for number, row in enumerate(rows, first):
+        if len(row) <= max(columns):
+            raise Problem(f"{path}, line {number}: {len(row)} columns where {max(columns) + 1} are needed")
+    return [row[columns[0]] for row in rows], [row[columns[1]] for row in rows]
+
+
+def read_dataset(settings):
+    """CSV, JSON lines, parquet and hub sets, as the `datasets` library reads them."""
+    import datasets
+
+    path, src_field, tgt_field = settings.get("data"), settings.get("src_field"), settings.get("tgt_field")
+    try:
+        if path is None:
+            table = datasets.load_dataset(settings["dataset"], settings.get("dataset_config"), split="train")
+        else:
+            suffix = Path(str(path).removesuffix(".gz")).suffix
+            kind = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}[suffix]
+            table = datasets.load_dataset(kind, data_files=str(path), split="train")
+    except Exception as error:  # the library's errors have many classes and long texts
+        raise Problem(f"{path or settings['dataset']} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if table.column_names == ["translation"]:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
+        table = table.flatten().rename_columns({f"translation.{key}": key for key in table[0]["translation"]})
+    if src_field is None and len(table.column_names) == 2:
+        src_field, tgt_field = table.column_names
+    for name in (src_field, tgt_field):
+        if name not in table.column_names:
+            raise Problem(f"say --src-field and --tgt-field; the columns are {', '.join(table.column_names)}")
+    return tuple(["" if text is None else str(text) for text in table[name]] for name in (src_field, tgt_field))
+
+
+def read_corpus(settings):
+    """-> sources, targets: two lists of raw text of equal length."""
+    if ("src_field" in settings) != ("tgt_field" in settings):
+        raise Problem("--src-field and --tgt-field go together")
+    if "src" in settings:
+        src, tgt = read_aligned(settings["src"], settings["tgt"])
+    elif "data" in settings and str(settings["data"]).removesuffix(".gz").endswith((".tsv", ".txt")):
+        src, tgt = read_tsv(settings["data"], settings.get("src_field"), settings.get("tgt_field"))
+    elif "data" in settings and not str(settings["data"]).removesuffix(".gz").endswith((".csv", ".json", ".jsonl", ".parquet")):
+        raise Problem(f"{settings['data']}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
+    else:
+        if "data" in settings:
+            open(settings["data"], "rb").close()  # a missing file: say that, before the library says something else
+        src, tgt = read_dataset(settings)
+    if settings.get("max_pairs", math.inf) < len(src):
+        # a sample, not the first rows: a corpus glued together of several would show its first part only
+        chosen = sorted(random.Random(settings["seed"]).sample(range(len(src)), settings["max_pairs"]))
+        src, tgt = [src[i] for i in chosen], [tgt[i] for i in chosen]
+    return src, tgt
+
+
+class Corpus:
+    """What training and validation see, as text, and what was dropped on the way, by rule."""
+
+    def __init__(self, settings):
+        src, tgt = read_corpus(settings)
+        self.read, self.dropped = len(src), dict.fromkeys(("empty side", "repeated pair", "in validation too"), 0)
+        pairs = {}
+        for pair in zip(map(tf.normalize, src), map(tf.normalize, tgt)):
+            if not all(pair):
+                self.dropped["empty side"] += 1
+            elif pair in pairs:
+                self.dropped["repeated pair"] += 1
+            else:
+                pairs[pair] = None
+        pairs = list(pairs)
+        if "overfit" in settings:
+            pairs = random.Random(settings["seed"]).sample(pairs, min(settings["overfit"], len(pairs)))
+            self.train = self.val = pairs
+        elif "val_src" in settings:
+            val_src, val_tgt = read_aligned(settings["val_src"], settings["val_tgt"])
+            self.val = [pair for pair in zip(val_src, val_tgt) if all(map(tf.normalize, pair))]
+            self.train = self.without_validation(pairs)
+        else:
+            size = settings.get("val_pairs", min(1000, len(pairs) // 10))
+            if not 0 < size < len(pairs):
+                raise Problem(f"{size} validation pairs cannot be split off {len(pairs)} pairs; see --val-pairs")
+            chosen = set(random.Random(settings["seed"]).sample(range(len(pairs)), size))
+            self.val = [pairs[i] for i in sorted(chosen)]
+            self.train = self.without_validation([pair for i, pair in enumerate(pairs) if i not in chosen])
+        if not self.train or not self.val:
+            raise Problem(f"no pairs are left: {len(self.train)} to train on, {len(self.val)} to validate on")
+
+    def without_validation(self, pairs):
+        """A sentence that validation will ask for, on either side, has no place in training."""
+        sides = [set(map(tf.normalize, side)) for side in zip(*self.val)] or [set(), set()]
+        kept = [pair for pair in pairs if pair[0] not in sides[0] and pair[1] not in sides[1]]
+        self.dropped["in validation too"] += len(pairs) - len(kept)
+        return kept
+
+    def encode(self, tokenizer, max_len):
+        """-> train (src, tgt) and val (src, tgt) as TokenRows; training pairs over the limit are dropped, never cut:
+        a cut target would teach the model to stop in mid-sentence."""
+        train, val = ([tf.TokenRows.encode(tokenizer, side) for side in zip(*pairs)] for pairs in (self.train, self.val))
+        fits = np.maximum(train[0].lengths, train[1].lengths) + 1 <= max_len
+        self.dropped[f"over {max_len} tokens"] = int((~fits).sum())
+        if not fits.any():
+            raise Problem(f"every pair is longer than --max-len {max_len}")
+        val_fits = np.maximum(val[0].lengths, val[1].lengths) + 1 <= max_len
+        self.val = [pair for pair, fit in zip(self.val, val_fits) if fit]
+        self.dropped[f"over {max_len} tokens, validation"] = int((~val_fits).sum())
+        if not self.val:
+            raise Problem(f"every validation pair is longer than --max-len {max_len}")
+        self.train = [pair for pair, fit in zip(self.train, fits) if fit]
+        return [rows.select(fits) for rows in train], [rows.select(val_fits) for rows in val]
+
+    def fingerprint(self):
+        """SHA-256 over every pair that trains and validates, in order."""
+        digest = hashlib.sha256()
+        for pairs in (self.train, self.val):
+            for pair in pairs:
+                digest.update("\t".join(map(tf.normalize, pair)).encode() + b"\n")
+            digest.update(b"\n")  # a blank line, which no pair is
+        return digest.hexdigest()
+
+
+# --- The run -------------------------------------------------------------------------------------------------------
+
+
+def git_commit():
+    """The commit of this program, with -dirty if files differ from it; 'unknown' outside a checkout."""
+    try:
+        run = dict(cwd=HERE, capture_output=True, text=True, check=True)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **run).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout
+        return commit + ("-dirty" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def pick_device(name):
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
+        raise Problem(f"--device {name}: this machine or this PyTorch has none")
+    return torch.device(name)
+
+
+def keep_freed_memory():
+    """Tell glibc to keep what is freed. By default each large tensor is mapped anew, and every page of it costs a fault
+    at first touch, at every step: a tenth to a third of a CPU's training time. Elsewhere this does nothing."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        pass
+
+
+def memory_mb(device):
+    """Peak memory of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def clock(seconds):
+    seconds = int(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class Run:
+    """One training run: its folder, model, optimizer, and the few numbers that say how far it is."""
+
+    def __init__(self, settings, resume=None):
+        self.settings, self.folder = settings, Path(settings["out"])
+        self.stop_signal = None
+        self.log_file = None
+        # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
+        self.state = dict(step=0, batches=0, skipped=0, best=None, best_step=0, stale=0, interval=[0.0, 0.0, 0], seconds=0.0)
+        self.device = pick_device(settings["device"])
+        if "threads" in settings:
+            torch.set_num_threads(settings["threads"])
+        if resume is None:
+            if (self.folder / "last.pt").exists():
+                raise Problem(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log_file = open(self.folder / "train.log", "a", encoding="utf-8")
+
+    def log(self, text=""):
+        print(text, file=sys.stderr, flush=True)
+        print(text, file=self.log_file, flush=True)
+
+    # Before step 1: everything that one would want to know of a run a year later.
+
+    def prepare(self, resume):
+        s = self.settings
+        self.commit = git_commit()
+        self.versions = {m.__name__: str(m.__version__) for m in (torch, sentencepiece, np)} | {"python": sys.version.split()[0]}
+        self.log(f"commit {self.commit}   " + "   ".join(f"{k} {v}" for k, v in self.versions.items()))
+        self.log("flags: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in sorted(s.items())))
+        corpus = Corpus(s)
+        if resume is not None:
+            self.model, self.tokenizer, rest = resume
+            self.model.to(self.device)
+        elif "init_from" in s:
+            self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"], self.device)
+        else:
+            lines = (text for pair in corpus.train for text in pair)
+            try:
+                self.tokenizer = tf.Tokenizer.train(lines, s["vocab_size"])
+            except ValueError as error:
+                raise Problem(f"{error}: see --vocab-size") from None
+            if self.tokenizer.vocab_size < s["vocab_size"]:
+                self.log(f"this text gives {self.tokenizer.vocab_size} pieces, fewer than --vocab-size {s['vocab_size']}")
+            torch.manual_seed(s["seed"])
+            sizes = {name: s[name] for name in SIZES}
+            self.model = tf.Transformer(tf.Config(self.tokenizer.vocab_size, norm=s["norm"], max_len=s["max_len"], **sizes))
+            self.model.to(self.device)
+        max_len = min(self.model.config.max_len, s["batch_tokens"])  # no pair may be larger than a batch
+        self.train_rows, self.val_rows = corpus.encode(self.tokenizer, max_len)
+        self.corpus, self.fingerprint = corpus, corpus.fingerprint()
+        self.sampler = tf.TokenBatchSampler(*(rows.lengths + 1 for rows in self.train_rows), s["batch_tokens"], s["seed"])
+        if "epochs" in s:
+            s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / s["accumulate"]))
+        self.optimizer = tf.adam(self.model)
+        if resume is not None:
+            if rest["data_fingerprint"] != self.fingerprint:
+                raise Problem(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
+            self.optimizer.load_state_dict(rest["optimizer"])
+            self.state = rest["state"]
+        self.report()
+
+    def report(self):
+        c, s = self.corpus, self.settings
+        dropped = ", ".join(f"{rule} {n}" for rule, n in c.dropped.items() if n) or "none"
+        self.log(f"read {c.read} pairs; dropped: {dropped}; training on {len(c.train)}, validating on {len(c.val)}")
+        self.log(f"data fingerprint {self.fingerprint}")
+        tokens = [int(rows.lengths.sum()) for rows in self.train_rows]
+        unknown = sum(int((rows.ids == tf.UNK).sum()) for rows in self.val_rows) / sum(len(r.ids) for r in self.val_rows)
+        # byte pieces have ids 4 .. 259: how much of the validation text the alphabet does not cover
+        by_bytes = sum(int(((r.ids > tf.UNK) & (r.ids < 260)).sum()) for r in self.val_rows) / sum(len(r.ids) for r in self.val_rows)
+        self.log(f"vocabulary {self.tokenizer.vocab_size}, tokenizer {self.tokenizer.sha256[:16]}; tokens: source "
+                 f"{tokens[0]}, target {tokens[1]}, ratio {tokens[1] / tokens[0]:.2f}; "
+                 f"in validation: unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}")  # fmt: skip
+        if unknown > 0.01:
+            self.log("warning: more than 1% of the validation tokens are unknown to this tokenizer")
+        for src, tgt in random.Random(s["seed"]).sample(c.train, min(3, len(c.train))):
+            self.log(f"  source: {src}\n  target: {tgt}")
+        self.log(f"model: {self.model.n_parameters():,} parameters, {self.model.config}")
+        self.log(f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {s['steps'] * s['accumulate'] / len(self.sampler):.1f} "
+                 f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}; into {self.folder}")  # fmt: skip
+
+    # Validation: what counts is text, made the way a user will make it.
+
+    def validate(self, samples=3):
+        start = time.perf_counter()
+        nll, tokens = tf.pairs_nll(self.model, *self.val_rows)
+        sources, references = zip(*self.corpus.val)
+        outputs = tf.translate(self.model, self.tokenizer, sources)
+        scores = dict(step=self.state["step"], val_nll=nll / tokens, val_ppl=math.exp(min(nll / tokens, 700)))
+        scores |= tf.score_text(outputs, references)
+        scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
+        seconds = time.perf_counter() - start
+        self.log(f"valid {scores['step']}: nll {scores['val_nll']:.4f}  ppl {scores['val_ppl']:.2f}  BLEU {scores['bleu']:.2f}  "
+                 f"chrF2++ {scores['chrf']:.2f}  exact {scores['exact']:.1%}  distinct {scores['distinct']:.1%}  ({seconds:.0f} s)  "
+                 f"[{scores['bleu_signature']}] [{scores['chrf_signature']}]")  # fmt: skip
+        for i in random.Random(0).sample(range(len(outputs)), min(samples, len(outputs))):  # the same ones every time
+            self.log(f"  source:    {sources[i]}\n  reference: {references[i]}\n  output:    {outputs[i]}")
+        self.metric(dict(scores, seconds=seconds))
+        return scores
+
+    def metric(self, row):
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def is_better(self, scores):
+        by = self.settings["best_by"]
+        new = -scores["val_nll"] if by == "nll" else scores[by]
+        if self.state["best"] is not None and new <= self.state["best"]:  # a tie keeps the earlier one
+            return False
+        self.state.update(best=new, best_step=self.state["step"])
+        return True
+
+    def save(self, name, model=None, optimizer=True):
+        """Write a checkpoint into the run's folder. A disk that will not take it costs this save, not the run."""
+        rest = dict(state=dict(self.state), data_fingerprint=self.fingerprint, git_commit=self.commit, versions=self.versions,
+                    flags=self.settings)  # fmt: skip
+        if optimizer:
+            rest["optimizer"] = self.optimizer.state_dict()
+        try:
+            tf.save_checkpoint(self.folder / name, model or self.model, self.tokenizer, **rest)
+        except OSError as error:
+            self.log(f"warning: {error}; the older file stays, training goes on")
+
+    # One update.
+
+    def update(self):
+        """Forward, backward, one step of Adam. -> sums over the update, gradient norm (of the mean loss), rate; or None
+        if a number was not finite, in which case nothing has changed but the position in the data."""
+        s, state = self.settings, self.state
+        step = state["step"] + 1
+        # What this update draws depends on (seed, step) alone, so a resumed run draws what the unbroken one would have.
+        torch.manual_seed(int(np.random.SeedSequence([s["seed"], step]).generate_state(1, np.uint64)[0] >> 1))
+        batches = []
+        for _ in range(s["accumulate"]):
+            epoch, b = divmod(state["batches"], len(self.sampler))
+            batches.append(tf.collate(*self.train_rows, self.epoch_batches(epoch)[b]))
+            state["batches"] += 1
+        tokens = sum(int((tgt_out != tf.PAD).sum()) for _, _, tgt_out in batches)
+        smoothed = nll = 0.0
+        for batch in batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=s["precision"] == "bf16"):
+                sums = tf.training_loss(self.model, *(x.to(self.device) for x in batch), s["label_smoothing"])
+            # by the tokens of the whole update: a mean of batch means would favour the tokens of small batches
+            (sums.smoothed / tokens).backward()
+            smoothed, nll = smoothed + sums.smoothed.item(), nll + sums.nll.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s["clip"] or math.inf).item()
+        rate = s["rate_scale"] * tf.noam_rate(step, self.model.config.d_model, s["warmup_steps"])
+        finite = math.isfinite(norm) and math.isfinite(smoothed)
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            state["step"] = step
+        self.optimizer.zero_grad()
+        return (smoothed, nll, tokens, norm, rate) if finite else None
+
+    def epoch_batches(self, epoch):
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch, self._batches = epoch, self.sampler.epoch(epoch)
+        return self._batches
+
+    # The loop around it.
+
+    def train(self):
+        s, state = self.settings, self.state
+        self.model.train()
+        failures, start, start_step = 0, time.perf_counter(), state["step"]
+        since = start
+        while state["step"] < s["steps"]:
+            result = self.update()
+            if result is None:
+                state["skipped"] += 1
+                failures += 1
+                self.log(f"warning: loss or gradient is not finite after step {state['step']}: update skipped")
+                if failures == 10:
+                    raise Problem("ten updates in a row were not finite; the last checkpoint is untouched. Try a smaller "
+                                  "--rate-scale, more --warmup-steps, a smaller --clip or --norm pre")  # fmt: skip
+                continue
+            failures = 0
+            smoothed, nll, tokens, norm, rate = result
+            state["interval"] = [total + x for total, x in zip(state["interval"], (smoothed, nll, tokens))]
+            step = state["step"]
+            if step % s["log_every"] == 0 or step == s["steps"]:
+                now = time.perf_counter()
+                total, total_nll, n = state["interval"]
+                speed, left = n / (now - since), (now - start) / (step - start_step) * (s["steps"] - step)
+                row = dict(step=step, epoch=state["batches"] / len(self.sampler), loss=total / n, nll=total_nll / n, rate=rate,
+                           grad_norm=norm, tokens_per_second=speed, memory_mb=memory_mb(self.device), skipped=state["skipped"])  # fmt: skip
+                self.log(f"step {step}/{s['steps']}  epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  nll {row['nll']:.4f}  "
+                         f"rate {rate:.2e}  grad {norm:.2f}  {speed:.0f} tok/s  {row['memory_mb']:.0f} MB  left {clock(left)}")  # fmt: skip
+                self.metric(row)
+                state["interval"], since = [0.0, 0.0, 0], now
+            if step % s["eval_every"] == 0 or step == s["steps"]:
+                pause = time.perf_counter()
+                self.checkpoint_validation(self.validate())
+                start, since = (t + time.perf_counter() - pause for t in (start, since))  # not training time
+            if step % s["save_every"] == 0 or step == s["steps"] or self.stop_signal:
+                self.save("last.pt")
+            if self.stop_signal:
+                self.log(f"stopped by a signal at step {step}; go on with: python train.py --resume {self.folder}")
+                raise SystemExit(128 + self.stop_signal)
+            if s["patience"] and state["stale"] >= s["patience"]:
+                self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
+                self.save("last.pt")
+                break
+
+    def checkpoint_validation(self, scores):
+        state, keep = self.state, max(self.settings["keep"], self.settings["average"])
+        if keep:
+            self.save(f"step-{state['step']:08}.pt", optimizer=False)
+            for old in sorted(self.folder.glob("step-*.pt"))[:-keep]:
+                old.unlink(missing_ok=True)
+        if self.is_better(scores):
+            state["stale"] = 0
+            self.save("best.pt", optimizer=False)
+        else:
+            state["stale"] += 1
+
+    def finish(self):
+        """Averaging, the verdict on the best checkpoint, and what to try next."""
+        paths = sorted(self.folder.glob("step-*.pt"))[-self.settings["average"] :] if self.settings["average"] else []
+        if len(paths) > 1:
+            self.log(f"average of the last {len(paths)} checkpoints:")
+            self.model.load_state_dict(tf.average_checkpoints(paths, self.device)[0].state_dict())
+            if self.is_better(self.validate(samples=0)):
+                self.save("best.pt", optimizer=False)
+        self.model, _, rest = tf.load_checkpoint(self.folder / "best.pt", self.device)
+        self.log(f"best checkpoint, of step {rest['state']['best_step']}:")
+        scores = self.validate(samples=10)
+        if "overfit" in self.settings:
+            done = scores["exact"] == 1.0
+            self.log(f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of {len(self.corpus.val)} pairs come back exactly")
+            return 0 if done else 1
+        self.publish(scores)
+        self.log(f'try: python translate.py --checkpoint {self.folder / "best.pt"} "{self.corpus.val[0][0]}"')
+        return 0
+
+    def publish(self, scores):
+        """The folder above gets a table of runs, best first, and a link to the newest best checkpoint, for translate.py."""
+        board, link = self.folder.parent / "leaderboard.json", self.folder.parent / "best.pt"
+        rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
+        row = dict(run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores)
+        rows = [old for old in rows if old["run"] != row["run"]] + [row]
+        rows.sort(key=lambda r: (r["data_fingerprint"], -r["chrf"]))  # scores on other data cannot be compared
+        tf.write_atomically(board, lambda path: path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8"))
+        tf.write_atomically(link, lambda path: path.symlink_to(Path(self.folder.name) / "best.pt"))
+
+
+def handle_signals(run):
+    def stop(number, _):
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once; files are never half written
+        run.stop_signal = number
+        run.log("stopping after this update; once more to stop at once")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def resume_settings(given):
+    """-> settings of a stopped run with the allowed changes, and its checkpoint."""
+    folder = Path(given.pop("resume"))
+    path = folder / "last.pt" if folder.is_dir() else folder
+    checkpoint = tf.load_checkpoint(path, "cpu")
+    if "optimizer" not in checkpoint[2]:
+        raise Problem(f"{path} holds weights only; a run goes on from its last.pt")
+    settings = dict(checkpoint[2]["flags"], out=str(path.parent))
+    for name, value in given.items():
+        if name not in MAY_CHANGE and settings.get(name) != value:
+            raise Problem(f"--{name.replace('_', '-')} cannot change on --resume (it was {settings.get(name, 'not given')}); "
+                          f"start anew, with --init-from {path.parent}/best.pt to keep the weights")  # fmt: skip
+    if "epochs" in given:
+        settings.pop("steps")
+    return settings | given, checkpoint
+
+
+def main(argv=None):
+    parser, given = parse_arguments(argv)
+    try:
+        resume, dry_run = None, given.pop("dry_run", False)
+        if "resume" in given:
+            settings, resume = resume_settings(given)
+        else:
+            settings = settings_of(given)
+        keep_freed_memory()
+        run = Run(settings, resume)
+        run.prepare(resume)
+        if dry_run:
+            return 0
+        if resume is None:
+            tf.write_atomically(run.folder / "config.json",
+                                lambda path: path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8"))  # fmt: skip
+        else:
+            run.log(f"resumed at step {run.state['step']}")
+            if run.state["step"] >= settings["steps"]:
+                run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
+                return 0
+            metrics = run.folder / "metrics.jsonl"  # what was logged after the checkpoint will be logged again
+            kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= run.state["step"]]
+            metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        handle_signals(run)
+        run.train()
+        return run.finish()
+    except (Problem, ValueError) as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    print(f"train.py: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1058 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), for machine translation, in one file.
+
+                                   next-token logits (B,T,V)
+                                             |
+                                   states x table^T            one table, three uses
+       memory (B,S,D)                        |
+            |                        +---------------+
+    +---------------+                | feed-forward  |
+    | feed-forward  |                | add & norm    |
+    | add & norm    |--- keys, ----> | cross-        |
+    | self-         |    values      |   attention   |
+    |   attention   |                | add & norm    |
+    | add & norm    |                | self-attention| sees no future
+    +---------------+ x N            +---------------+ x N
+            |                                |
+   table[src] * sqrt(D) + PE        table[tgt] * sqrt(D) + PE
+            |                                |
+       src ids (B,S)             BOS + target ids so far (B,T)
+
+Read it from top to bottom; nothing is used before it is explained.
+
+     1  Ids, configuration        Table 3       8  Encoder and decoder           3.1
+     2  Masks                     3.2.3         9  The model                     3, 3.4
+     3  Attention                 3.2.1        10  Label-smoothed loss           5.4
+     4  Multi-head attention      3.2.2        11  Learning rate, Adam           5.3
+     5  Feed-forward              3.3          12  Tokens, batches               5.1
+     6  Embedding, positions      3.4, 3.5     13  Greedy and beam search        6.1
+     7  LayerNorm, residual       3.1, 5.4     14  From text to text, checkpoints 6.1
+
+Shape letters, on every reshape: B batch, S source length, T target length, D d_model, H heads, K head size (D/H),
+F feed-forward size, V vocabulary, N layers, W beams. A mask says True where attention is allowed. Sequences are
+padded on the right only.
+
+Where this file departs from the paper:
+  - The projections of attention carry biases, as torch.nn's do; the paper's formula shows none.
+  - Pre-norm (norm="pre") is offered beside the paper's post-norm, with the final norm that it needs.
+  - Source and target may have tables of their own (src_vocab_size); the tie is then the target's two uses only.
+  - The smoothing mass never falls on PAD, which is no word (section 10).
+  - SentencePiece with byte fallback stands in for the paper's BPE and word pieces.
+"""
+
+import hashlib
+import io
+import math
+import os
+import unicodedata
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# --- 1. Ids and configuration (Table 3) ----------------------------------------------------------------------------
+# Four ids are fixed in every vocabulary. PAD is 0, so that a tensor of zeros is a batch of nothing. BOS starts the
+# decoder's input and is never a label; EOS ends source and target, and is the label that teaches the model to stop.
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+
+# One switch for the three places where PyTorch has a fused kernel for what this file teaches: attention, LayerNorm
+# and cross-entropy. False runs the formula as it is written here; the tests hold both to the same numbers.
+FUSED = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a model. Lengths are in tokens and include BOS or EOS. Raises ValueError for sizes that cannot be."""
+
+    vocab_size: int  # V of the target; of the source as well, unless src_vocab_size is given
+    d_model: int = 512
+    n_heads: int = 8
+    d_ff: int = 2048
+    n_layers: int = 6
+    dropout: float = 0.1
+    norm: str = "post"
+    max_len: int = 256
+    src_vocab_size: int | None = None  # None: one table for source, target and output (§3.4)
+
+    def __post_init__(self):
+        for name in ("d_model", "n_heads", "d_ff", "n_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("vocab_size", "src_vocab_size"):
+            if getattr(self, name) is not None and getattr(self, name) <= UNK:
+                raise ValueError(f"{name} must be more than the {UNK + 1} fixed ids, not {getattr(self, name)}")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model {self.d_model} cannot be split into {self.n_heads} heads of equal size")
+        if self.d_model % 2:
+            raise ValueError(f"d_model must be even, for pairs of sine and cosine, not {self.d_model}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        if self.norm not in ("post", "pre"):
+            raise ValueError(f"norm must be 'post' or 'pre', not {self.norm!r}")
+        if self.max_len < 2:
+            raise ValueError(f"max_len must be at least 2 (a token and its EOS), not {self.max_len}")
+
+
+PRESETS = {
+    "tiny": dict(n_layers=4, d_model=128, n_heads=4, d_ff=256, dropout=0.3),  # Wu et al., 2021, for small corpora
+    "small": dict(n_layers=4, d_model=256, n_heads=8, d_ff=1024, dropout=0.1),
+    "base": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, dropout=0.1),
+    "big": dict(n_layers=6, d_model=1024, n_heads=16, d_ff=4096, dropout=0.3),
+}
+
+# --- 2. Masks (§3.2.3) ---------------------------------------------------------------------------------------------
+# Two things must not be looked at: padding, because it is not there, and the future, because the decoder is to
+# predict it. Both masks are boolean, True = may attend, and broadcast over heads.
+#
+# Only keys are masked, never queries. A pad position as a query computes something nobody reads: it is nobody's key,
+# and its label is PAD, which the loss leaves out, so its gradient is exactly 0. Masking the row too would leave it
+# nothing to attend to, and a softmax over nothing is 0/0 = NaN.
+
+
+def padding_mask(ids):
+    """(B,L) ids -> (B,1,1,L): True at real tokens."""
+    return (ids != PAD)[:, None, None, :]
+
+
+def causal_mask(length, device=None):
+    """(1,1,L,L): position i (a row) may see position j (a column) when j <= i."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+
+
+# --- 3. Scaled dot-product attention (§3.2.1) ----------------------------------------------------------------------
+# Every query takes a weighted average of the values; the weight is how well it matches each key.
+#
+#     Attention(q, k, v) = softmax(q k^T / sqrt(K)) v
+#
+# For q and k with independent entries of variance 1 the product has variance K; without the root the softmax would
+# sit where it is nearly one-hot and its gradient nearly 0.
+#   query (B,H,T,K)   key, value (B,H,S,K)   mask (B|1,1,T|1,S)   ->   (B,H,T,K)
+
+
+def attention_weights(query, key, mask=None):
+    """The formula's softmax: (B,H,T,S), rows sum to 1. A row with nothing to see gets zeros, not NaN."""
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # (B,H,T,S); scaled first, for fp16's sake
+    if mask is None:
+        return scores.softmax(-1)
+    # The lowest finite number, not -inf: a row of -inf alone would be NaN, and its gradient would ruin every weight.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1).masked_fill(~mask, 0.0)
+
+
+def attention(query, key, value, mask=None, causal=False):
+    """Weighted average of `value` (§3.2.1). `causal` stands for causal_mask and needs as many queries as keys: the
+    fused kernel aligns its triangle at the top left, so one cached query over S keys would see the first key only."""
+    if causal and query.shape[-2] != key.shape[-2]:
+        raise ValueError(f"causal attention needs equal lengths, not {query.shape[-2]} and {key.shape[-2]}")
+    # For short sequences on a CPU, the fused kernel's backward takes several times as long as the formula's.
+    if FUSED and not (query.requires_grad and query.device.type == "cpu"):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    if causal:
+        mask = causal_mask(query.shape[-2], query.device)
+    return attention_weights(query, key, mask) @ value
+
+
+# --- 4. Multi-head attention (§3.2.2) ------------------------------------------------------------------------------
+# One average per query is blunt. H heads, each over its own projection to K = D/H dimensions, can look at H places
+# for H reasons, at the price of one head of size D.
+#
+#     MultiHead(x, m) = Concat(head_1 .. head_H) W^O,    head_h = Attention(x W^Q_h, m W^K_h, m W^V_h)
+#
+# The H projections of each kind lie side by side in one D x D matrix, and the three kinds in one (3D, D) matrix, so
+# that self-attention is a single product. Cross-attention takes the first third for the queries and the other two
+# for the memory. The paper has it in three places: encoder self-attention, decoder self-attention (causal), and
+# cross-attention, whose queries come from the decoder and whose keys and values come from the encoder.
+
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv = nn.Linear(d_model, 3 * d_model)  # W^Q, W^K, W^V, in this order of rows
+        self.out = nn.Linear(d_model, d_model)  # W^O
+
+    def split(self, x, parts):
+        """(B,L,parts*D) -> `parts` tensors (B,H,L,K). View before transpose: a view straight to (B,H,L,K) has the
+        same shape and mixes positions with heads."""
+        B, L, _ = x.shape
+        return x.view(B, L, parts, self.n_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (parts,B,H,L,K)
+
+    def merge(self, heads):
+        """(B,H,T,K) -> (B,T,D), then W^O."""
+        return self.out(heads.transpose(1, 2).flatten(2))  # (B,T,H,K) -> (B,T,D)
+
+    def forward(self, x, mask=None, causal=False, cache=None):
+        """Self-attention. x (B,T,D) -> (B,T,D). With a cache, x holds the newest T tokens only, and the keys and
+        values of the earlier ones come out of the cache instead of being computed again."""
+        query, key, value = self.split(self.qkv(x), 3)
+        if cache is not None:
+            key, value = cache.append(key, value)  # (B,H,t+T,K), t tokens before these
+        return self.merge(attention(query, key, value, mask, causal))
+
+    def memory_keys_values(self, memory):
+        """What cross-attention needs of the memory (B,S,D): keys and values, (B,H,S,K) each. They are the same for
+        every target token, so a search computes them once."""
+        D = memory.shape[-1]
+        return self.split(F.linear(memory, self.qkv.weight[D:], self.qkv.bias[D:]), 2)
+
+    def cross(self, x, keys_values, mask):
+        """Cross-attention. x (B*W,T,D), keys and values (B,H,S,K), mask (B,1,1,S) -> (B*W,T,D).
+
+        Queries do not see one another here, so the W beams of one source may stand side by side as W*T queries of
+        that source: the memory is never copied for each beam. In training W is 1 and the reshape does nothing."""
+        D = x.shape[-1]
+        key, value = keys_values
+        query = F.linear(x.reshape(key.shape[0], -1, D), self.qkv.weight[:D], self.qkv.bias[:D])  # (B,W*T,D)
+        (query,) = self.split(query, 1)  # (B,H,W*T,K)
+        return self.merge(attention(query, key, value, mask)).view_as(x)  # (B,W*T,D) -> (B*W,T,D)
+
+
+# --- 5. Position-wise feed-forward (§3.3) --------------------------------------------------------------------------
+# Attention moves information between positions; this thinks about each position alone, with the same two matrices
+# everywhere. (B,T,D) -> (B,T,F) -> (B,T,D), F = 4D in the paper.
+#
+#     FFN(x) = max(0, x W1 + b1) W2 + b2
+
+
+class FeedForward(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w1 = nn.Linear(d_model, d_ff)
+        self.w2 = nn.Linear(d_ff, d_model)
+
+    def forward(self, x):
+        return self.w2(self.w1(x).relu())
+
+
+# --- 6. Embedding and positions (§3.4, §3.5) -----------------------------------------------------------------------
+# A token is a row of the table. Attention knows no order (permute the keys and nothing changes), so each position
+# adds a fingerprint of its own: pairs of sine and cosine, whose wavelengths run from 2 pi to 10000 * 2 pi.
+#
+#     PE(pos, 2i) = sin(pos / 10000^(2i/D))      PE(pos, 2i+1) = cos(pos / 10000^(2i/D))
+#
+# A shift by k turns each pair by the angle k * frequency, so PE(pos+k) is a fixed linear map of PE(pos): "k to the
+# left" is something a head can learn.
+#
+# Scales: the table's rows have entries of standard deviation D^-0.5 (section 9), so a row times sqrt(D) has entries
+# near 1, as the sinusoids have, and as an output matrix the same rows give logits near 1. Without sqrt(D) the
+# positions would drown the words; with nn.Embedding's default deviation of 1 the first loss would be 62, not ln V.
+
+
+def sinusoids(length, d_model):
+    """(length, D), §3.5. The frequencies are made in log space: 10000^(2i/D) as exp of a product, in float64."""
+    frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))  # (D/2,)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency  # (length, D/2)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).float()  # (length, D/2, 2) -> (length, D)
+
+
+class Dropout(nn.Module):
+    """Each number is 0 with probability p, the others grow by 1/(1-p), so that the mean stays (§5.4)."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        if not self.training or self.p == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, self.p)
+        # PyTorch's generator for CPUs is slow and takes one draw a number. One draw of 64 bits makes four coins of 16.
+        draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        coins = draws.view(torch.int16)[: x.numel()].view(x.shape)  # uniform over -2^15 .. 2^15 - 1
+        keep = coins >= round(self.p * 2**16) - 2**15
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+
+
+class Embedding(nn.Module):
+    def __init__(self, table, max_len, dropout):
+        super().__init__()
+        self.table = table  # (V,D), shared with whoever else has it
+        # A buffer moves with the model; persistent=False keeps it out of checkpoints: it is a formula, not a weight.
+        self.register_buffer("positions", sinusoids(max_len, table.shape[1]), persistent=False)
+        self.dropout = Dropout(dropout)  # §5.4: "to the sums of the embeddings and the positional encodings"
+
+    def forward(self, ids, start=0):
+        """(B,L) ids of positions start .. start+L-1 -> (B,L,D). Raises ValueError past max_len."""
+        end = start + ids.shape[1]
+        if end > len(self.positions):  # asked on the host: on a GPU the index error would take the process with it
+            raise ValueError(f"a sequence of {end} tokens is longer than the model's max_len of {len(self.positions)}")
+        words = F.embedding(ids, self.table) * math.sqrt(self.table.shape[1])
+        return self.dropout(words + self.positions[start:end])  # (B,L,D) + (L,D)
+
+
+# --- 7. LayerNorm and the residual connection (§3.1, §5.4) ---------------------------------------------------------
+# Each position's D numbers are shifted and scaled to mean 0 and variance 1, then to a learned mean and scale:
+#
+#     LN(x) = (x - mean) / sqrt(variance + eps) * weight + bias        variance over D, divided by D, not D - 1
+#
+# and each sub-layer learns a correction to its input, not a replacement. Where the norm stands is the one choice:
+#
+#     post-norm (the paper)   x = LN(x + Dropout(f(x)))      the sum itself is normed: deep stacks need the warm-up
+#     pre-norm                x = x + Dropout(f(LN(x)))      a clear path from loss to input: forgiving; the sum grows
+#                                                            with depth, so each stack ends in one more norm
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, d_model, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(self, x):
+        if FUSED:
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).square().mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + self.eps) * self.weight + self.bias
+
+
+class Residual(nn.Module):
+    """One sub-layer's norm and dropout; the sub-layer itself comes as a function (B,L,D) -> (B,L,D)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = LayerNorm(config.d_model)
+        self.dropout = Dropout(config.dropout)  # §5.4: "to the output of each sub-layer, before it is added"
+        self.pre = config.norm == "pre"
+
+    def forward(self, x, sublayer):
+        if self.pre:
+            return x + self.dropout(sublayer(self.norm(x)))
+        return self.norm(x + self.dropout(sublayer(x)))
+
+
+# --- 8. Encoder and decoder (§3.1) ---------------------------------------------------------------------------------
+# An encoder layer looks around in the source, then thinks. A decoder layer looks back over the target so far, then
+# into the source, then thinks.
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention = MultiHeadAttention(config.d_model, config.n_heads)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
+
+    def forward(self, x, mask):
+        """x (B,S,D), mask (B,1,1,S) -> (B,S,D)"""
+        x = self.residuals[0](x, lambda x: self.attention(x, mask))
+        return self.residuals[1](x, self.feed_forward)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention = MultiHeadAttention(config.d_model, config.n_heads)
+        self.cross_attention = MultiHeadAttention(config.d_model, config.n_heads)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
+
+    def forward(self, x, memory, memory_mask, cache=None):
+        """x (B,T,D), memory (B,S,D), memory_mask (B,1,1,S) -> (B,T,D). A LayerCache holds what earlier calls computed:
+        x is then only the newest tokens, (B*W,T,D) for W beams."""
+        mask, causal = None, cache is None
+        if cache is not None and x.shape[1] > 1:  # several new tokens over t old ones: the triangle's lower rows
+            mask = causal_mask(cache.length + x.shape[1], x.device)[:, :, cache.length :]  # (1,1,T,t+T)
+        # (A single new token may see all that came before it: no mask at all.)
+        # No padding mask on the target: pads stand on the right, where the causal mask hides them from all real tokens.
+        x = self.residuals[0](x, lambda x: self.attention(x, mask, causal, cache))
+        if cache is None:
+            keys_values = self.cross_attention.memory_keys_values(memory)
+        else:
+            keys_values = cache.memory
+        x = self.residuals[1](x, lambda x: self.cross_attention.cross(x, keys_values, memory_mask))
+        return self.residuals[2](x, self.feed_forward)
+
+
+class Stack(nn.Module):
+    """N layers one after the other, and pre-norm's final norm."""
+
+    def __init__(self, layer, config):
+        super().__init__()
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.n_layers))
+        self.norm = LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+
+    def forward(self, x, *context, caches=None):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, *context) if caches is None else layer(x, *context, caches[i])
+        return self.norm(x)
+
+
+# What a search keeps between steps, per decoder layer: the keys and values of the target tokens so far, which grow by
+# one each step and belong to a beam (row), and those of the memory, which never change and belong to a source.
+
+
+@dataclass
+class LayerCache:
+    memory: tuple  # keys, values (B,H,S,K)
+    key: torch.Tensor | None = None  # (B*W,H,t,K)
+    value: torch.Tensor | None = None
+
+    @property
+    def length(self):
+        return 0 if self.key is None else self.key.shape[2]
+
+    def append(self, key, value):
+        if self.key is not None:
+            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)  # (B*W,H,t+T,K)
+        self.key, self.value = key, value
+        return key, value
+
+
+@dataclass
+class Cache:
+    """All layers' caches. Every layer is reordered together: one forgotten would mix two beams' histories, and the
+    search would still run, only wrong."""
+
+    layers: list
+
+    @property
+    def length(self):
+        return self.layers[0].length
+
+    def reorder(self, rows):
+        """Row r continues what was row rows[r]: (B*W,) indices."""
+        for layer in self.layers:
+            layer.key, layer.value = layer.key.index_select(0, rows), layer.value.index_select(0, rows)
+
+    def keep_sources(self, sources):
+        """Only these of the B sources stay. The memory is touched here and nowhere else."""
+        for layer in self.layers:
+            layer.memory = tuple(x.index_select(0, sources) for x in layer.memory)
+
+
+# --- 9. The model (§3, §3.4) ---------------------------------------------------------------------------------------
+# forward:  src, tgt  ->  memory = encoder(embed(src))  ->  states = decoder(embed(tgt), memory)  ->  states x table^T
+#
+# §3.4: one (V,D) table embeds the source, embeds the target, and maps states to logits. A word's vector thus learns
+# from all three, and a small model saves two thirds of its largest matrix. It needs one vocabulary for both
+# languages.
+
+
+class Transformer(nn.Module):
+    """Encoder-decoder of the paper. forward(src (B,S), tgt (B,T)) -> logits (B,T,V).
+
+    src ends each row with EOS; tgt starts with BOS; both are padded with PAD on the right."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        table = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        src_table = table
+        if config.src_vocab_size is not None:
+            src_table = nn.Parameter(torch.empty(config.src_vocab_size, config.d_model))
+        self.src_embedding = Embedding(src_table, config.max_len, config.dropout)
+        self.tgt_embedding = Embedding(table, config.max_len, config.dropout)
+        self.encoder = Stack(EncoderLayer, config)
+        self.decoder = Stack(DecoderLayer, config)
+        self.init_weights()
+
+    def init_weights(self):
+        """All initialisation, in one place. Biases 0, norms 1 and 0; tables as section 6 says.
+
+        Xavier (Glorot and Bengio, 2010) keeps variances level through a matrix by its two sizes. The three stacked
+        projections are three D x D matrices, so each third is drawn by its own sizes; drawn as one (3D, D) matrix
+        they would start smaller by a factor of sqrt(2)."""
+        for module in self.modules():
+            if isinstance(module, Embedding):  # a shared table is drawn twice: harmless
+                nn.init.normal_(module.table, std=self.config.d_model**-0.5)
+            elif isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, MultiHeadAttention):
+                for third in module.qkv.weight.data.chunk(3):
+                    nn.init.xavier_uniform_(third)
+
+    def encode(self, src):
+        """src (B,S) -> memory (B,S,D)"""
+        return self.encoder(self.src_embedding(src), padding_mask(src))
+
+    def decode(self, tgt, memory, src_mask, cache=None):
+        """tgt (B,T), memory (B,S,D), src_mask = padding_mask(src) -> states (B,T,D), which `logits` turns into scores.
+
+        With a cache from `start_cache`, tgt holds only the tokens that the cache has not seen, (B*W,T), and its
+        position is the number of cached tokens."""
+        if cache is None:
+            return self.decoder(self.tgt_embedding(tgt), memory, src_mask)
+        return self.decoder(self.tgt_embedding(tgt, cache.length), memory, src_mask, caches=cache.layers)
+
+    def logits(self, states):
+        """(..., D) -> (..., V)"""
+        return F.linear(states, self.tgt_embedding.table)
+
+    def forward(self, src, tgt):
+        return self.logits(self.decode(tgt, self.encode(src), padding_mask(src)))
+
+    def start_cache(self, memory):
+        """A Cache for decoding against this memory: its keys and values, computed once, and no target tokens yet."""
+        return Cache([LayerCache(layer.cross_attention.memory_keys_values(memory)) for layer in self.decoder.layers])
+
+    @property
+    def device(self):
+        return self.tgt_embedding.table.device
+
+    def n_parameters(self):
+        """Trainable numbers; a shared table counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+# --- 10. Label-smoothed loss (§5.4) --------------------------------------------------------------------------------
+# Cross-entropy alone is never content: it pays for probability 1.0. Smoothing (Szegedy et al., 2015) asks for 1 - e
+# on the label y and spreads e evenly over the vocabulary, here without PAD, which is no word:
+#
+#     NLL      = -log p_y                                     true negative log-likelihood, what perplexity is made of
+#     smoothed = (1 - e) NLL + e mean_{k != PAD} (-log p_k)   what is trained; its minimum is not 0, but the entropy
+#                                                             of the smoothed target
+#
+# Sums and a count come back, never means: an update may consist of several batches, and a mean of means would weigh a
+# token in a short batch more than one in a long batch. Who updates divides once, by all the tokens of the update.
+
+
+@dataclass
+class LossSums:
+    smoothed: torch.Tensor  # (), sum over real target tokens
+    nll: torch.Tensor  # (), in nats, no gradient; exp(nll / tokens) is perplexity
+    tokens: int
+
+
+def label_smoothed_loss(logits, labels, smoothing=0.1):
+    """logits (B,T,V) for labels (B,T), with PAD where there is none -> LossSums. The formula, as it is written above.
+    Pad positions take no part: not in the sums, not in the count, and no gradient reaches them."""
+    real = labels != PAD  # (B,T)
+    log_probs = at_least_float32(logits[real]).log_softmax(-1)  # (tokens,V)
+    nll = -log_probs.gather(1, labels[real][:, None]).sum()
+    spread = -(log_probs.sum() - log_probs[:, PAD].sum()) / (log_probs.shape[1] - 1)
+    return LossSums((1 - smoothing) * nll + smoothing * spread, nll.detach(), len(log_probs))
+
+
+def at_least_float32(x):
+    """A sum over V terms in bfloat16 would keep two digits, so losses leave half precision first."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+# In training, logits are the largest thing there is: B*T*V numbers, read and written half a dozen times by autograd,
+# mostly out of cache. But their gradient is known without autograd,
+#
+#     d smoothed / d z = softmax(z) - target,     target = 1 - e at the label, plus e/(V-1) everywhere but at PAD
+#
+# so the last product, the loss and both gradients can be had a few rows at a time, and the whole (B,T,V) is never
+# stored. The output projection belongs to it for that reason. Tested equal to the formula, gradients included.
+
+
+class FusedLoss(torch.autograd.Function):
+    CHUNK = 1 << 22  # logits at a time: 16 MB, which a processor's cache holds
+
+    @staticmethod
+    def forward(ctx, states, table, labels, smoothing):
+        """states (R,D), table (V,D), labels (R,) without PAD -> smoothed and NLL, summed."""
+        V = len(table)
+        device = states.device.type
+        d_states, d_table = torch.empty_like(states), torch.zeros_like(table)
+        if torch.is_autocast_enabled(device):  # products in half precision, sums and softmax in float32
+            states, table = (x.to(torch.get_autocast_dtype(device)) for x in (states, table))
+        share = torch.full((V,), smoothing / (V - 1), device=states.device, dtype=d_table.dtype)
+        share[PAD] = 0.0
+        smoothed = nll = torch.zeros((), device=states.device, dtype=d_table.dtype)
+        rows = max(1, FusedLoss.CHUNK // V)
+        with torch.autocast(device, enabled=False):
+            for h, y, d_h in zip(states.split(rows), labels.split(rows), d_states.split(rows)):
+                log_probs = at_least_float32(h @ table.T).log_softmax(-1)  # (rows,V)
+                nll_rows = -log_probs.gather(1, y[:, None]).sum()
+                nll = nll + nll_rows
+                smoothed = smoothed + (1 - smoothing) * nll_rows - log_probs.sum(0) @ share
+                if ctx.needs_input_grad[0]:
+                    d_logits = log_probs.exp_().sub_(share)  # (rows,V), in place: no second copy
+                    d_logits.scatter_add_(1, y[:, None], torch.full_like(d_logits[:, :1], smoothing - 1))
+                    d_logits = d_logits.to(h.dtype)
+                    d_h.copy_(d_logits @ table)
+                    d_table += d_logits.T @ h
+        ctx.save_for_backward(d_states, d_table)
+        ctx.mark_non_differentiable(nll)
+        return smoothed, nll
+
+    @staticmethod
+    def backward(ctx, d_smoothed, _):
+        d_states, d_table = ctx.saved_tensors
+        return d_smoothed * d_states, d_smoothed * d_table, None, None
+
+
+def training_loss(model, src, tgt_in, tgt_out, smoothing=0.1):
+    """LossSums of a batch (see `collate`): what forward and label_smoothed_loss give, without the pads' share of the
+    work and without the logits' memory."""
+    states = model.decode(tgt_in, model.encode(src), padding_mask(src))  # (B,T,D)
+    if not FUSED:
+        return label_smoothed_loss(model.logits(states), tgt_out, smoothing)
+    real = tgt_out != PAD  # (B,T)
+    smoothed, nll = FusedLoss.apply(states[real], model.tgt_embedding.table, tgt_out[real], smoothing)
+    return LossSums(smoothed, nll, int(real.sum()))
+
+
+# --- 11. Learning rate and optimizer (§5.3) ------------------------------------------------------------------------
+# The rate rises in a straight line for `warmup` updates, then falls with the root of the step:
+#
+#     rate(step) = D^-0.5 min(step^-0.5, step * warmup^-1.5)          peak (D * warmup)^-0.5 at step = warmup
+#
+# Adam's second moment is a guess at first, and post-norm's upper layers get large gradients at the start: full steps
+# would be taken on noise.
+
+
+def noam_rate(step, d_model, warmup):
+    """Rate of update number `step`, counted from 1 (§5.3, equation 3). Raises ValueError for step or warmup below 1."""
+    if step < 1 or warmup < 1:
+        raise ValueError(f"steps and warm-up are counted from 1, not {step} and {warmup}")
+    return d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def adam(model):
+    """Adam with the paper's constants (§5.3). The rate is set before each update, from noam_rate."""
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+# --- 12. Tokens and batches (§5.1) ---------------------------------------------------------------------------------
+# Text is normalised the same way everywhere (training, translating, scoring), cut into pieces by SentencePiece, and
+# kept as ids in flat arrays. Batches hold sentences of about the same length and a bounded number of tokens.
+
+
+def normalize(text):
+    """NFC, with every run of white space made one space and none at the ends. ZWJ and ZWNJ are letters' business and
+    stay. U+2581 is what SentencePiece writes for a space and U+0000 what it ends strings with: both count as space.
+    A lone surrogate, which UTF-8 cannot carry, becomes U+FFFD."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return " ".join(unicodedata.normalize("NFC", text).replace("\u2581", " ").replace("\0", " ").split())
+
+
+class Tokenizer:
+    """SentencePiece (Kudo and Richardson, 2018) with our fixed ids and our normalisation in place of its own."""
+
+    def __init__(self, model_bytes):
+        """model_bytes: a SentencePiece model. Raises ValueError if it is none or has other ids for PAD, BOS, EOS, UNK."""
+        self.model_bytes = model_bytes
+        self.sha256 = hashlib.sha256(model_bytes).hexdigest()
+        try:
+            self.pieces = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+        except RuntimeError as error:
+            raise ValueError(f"not a SentencePiece model: {error}") from None
+        ids = self.pieces.pad_id(), self.pieces.bos_id(), self.pieces.eos_id(), self.pieces.unk_id()
+        if ids != (PAD, BOS, EOS, UNK):
+            raise ValueError(f"the tokenizer has PAD, BOS, EOS, UNK = {ids}; train it with {(PAD, BOS, EOS, UNK)}")
+
+    @classmethod
+    def train(cls, lines, vocab_size, model_type="bpe"):
+        """Learn at most vocab_size pieces from lines of text. A small corpus has fewer to give: see .vocab_size.
+        Raises ValueError when vocab_size cannot hold the alphabet, naming the size that can."""
+        lines = [line for line in map(normalize, lines) if line]
+        # Every character of the corpus gets a piece, the 256 bytes stand by for characters never seen, so nothing a
+        # user types is lost; ' ' is counted as the piece that marks a word's start.
+        smallest = len(set().union(*lines)) + 256 + UNK + 1 + 1
+        if not lines:
+            raise ValueError("there is no text to learn a vocabulary from")
+        if vocab_size < smallest:
+            raise ValueError(f"a vocabulary of {vocab_size} is too small for this text: its characters, 256 bytes and "
+                             f"the fixed ids need {smallest}")
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type=model_type,
+            hard_vocab_limit=False, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, unk_surface="\ufffd",
+            normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0,
+            byte_fallback=True, max_sentence_length=1 << 20, minloglevel=2)  # fmt: skip
+        return cls(model.getvalue())
+
+    @property
+    def vocab_size(self):
+        return self.pieces.get_piece_size()
+
+    def encode(self, text):
+        """Normalised text -> ids, without BOS and EOS. Text that looks like a control piece ("</s>") stays text."""
+        return self.pieces.encode(normalize(text))
+
+    def decode(self, ids):
+        """Ids -> normalised text: one line, whatever the ids. decode(encode(text)) == normalize(text)."""
+        return normalize(self.pieces.decode(list(ids)))
+
+
+class TokenRows:
+    """Many id sequences in one flat array: row i is ids[offsets[i]:offsets[i+1]]. A list of lists would spend some
+    30 bytes on what fits in 2."""
+
+    def __init__(self, ids, offsets):
+        self.ids, self.offsets = ids, offsets
+
+    @classmethod
+    def encode(cls, tokenizer, lines, chunk=10000):
+        """Lines -> rows, without BOS and EOS; chunk by chunk, so that few Python ints live at a time."""
+        dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+        parts, lengths = [np.zeros(0, dtype)], []
+        for start in range(0, len(lines), chunk):
+            rows = tokenizer.pieces.encode([normalize(line) for line in lines[start : start + chunk]], num_threads=-1)
+            parts.append(np.fromiter((i for row in rows for i in row), dtype))
+            lengths += map(len, rows)
+        return cls(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i):
+        return self.ids[self.offsets[i] : self.offsets[i + 1]]
+
+    @property
+    def lengths(self):
+        return np.diff(self.offsets)
+
+    def select(self, keep):
+        """The rows where the boolean array `keep` is True."""
+        lengths = self.lengths
+        return TokenRows(self.ids[np.repeat(keep, lengths)], np.concatenate([[0], np.cumsum(lengths[keep])]))
+
+
+def pad_rows(rows):
+    """List of id sequences -> (B,L) int64, PAD on the right."""
+    out = np.full((len(rows), max(map(len, rows))), PAD, np.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return torch.from_numpy(out)
+
+
+def collate(src_rows, tgt_rows, indices):
+    """Pairs -> src (B,S) ending in EOS, tgt_in (B,T) starting with BOS, tgt_out (B,T) ending in EOS.
+
+    The decoder reads tgt_in and must say tgt_out: the same target, one place apart. So position t is trained on
+    the true tokens before t, all positions at once."""
+    src = pad_rows([[*src_rows[i], EOS] for i in indices])
+    tgt_in = pad_rows([[BOS, *tgt_rows[i]] for i in indices])
+    tgt_out = pad_rows([[*tgt_rows[i], EOS] for i in indices])
+    return src, tgt_in, tgt_out
+
+
+class TokenBatchSampler:
+    """Batches of pairs of similar length, each at most `batch_tokens` padded tokens on its larger side.
+
+    The pairs of an epoch are shuffled, sorted by length (so the shuffle decides among equals), cut into batches, and
+    the batches shuffled. Sorted lengths are the same in every epoch, so the cuts are too: they are made once, and the
+    number of batches never changes. The order is a pure function of (seed, epoch); each pair comes once an epoch.
+    """
+
+    def __init__(self, src_lengths, tgt_lengths, batch_tokens, seed=0):
+        """Lengths in tokens, EOS included. Raises ValueError if a single pair is over the budget."""
+        self.src_lengths, self.tgt_lengths, self.seed = np.asarray(src_lengths), np.asarray(tgt_lengths), seed
+        larger = np.maximum(self.src_lengths, self.tgt_lengths)
+        if len(larger) and larger.max() > batch_tokens:
+            raise ValueError(f"a pair of {larger.max()} tokens does not fit into a batch of {batch_tokens} tokens")
+        self.cuts, longest = [0], 0
+        for i, size in enumerate(larger[self._sorted(np.arange(len(larger)))].tolist()):
+            longest = max(longest, size)
+            if (i + 1 - self.cuts[-1]) * longest > batch_tokens:
+                self.cuts.append(i)
+                longest = size
+        self.cuts.append(len(larger))
+
+    def _sorted(self, order):
+        return order[np.lexsort((self.src_lengths[order], self.tgt_lengths[order]))]  # stable; by target first
+
+    def __len__(self):
+        """Batches in an epoch."""
+        return len(self.cuts) - 1 if len(self.src_lengths) else 0
+
+    def epoch(self, epoch):
+        """The batches of this epoch (from 0), as index arrays."""
+        rng = np.random.default_rng([self.seed, epoch])
+        order = self._sorted(rng.permutation(len(self.src_lengths)))
+        return [order[self.cuts[b] : self.cuts[b + 1]] for b in rng.permutation(len(self))]
+
+
+# --- 13. Search (§6.1) ---------------------------------------------------------------------------------------------
+# The model gives log p(next token | source, tokens so far); a translation is a whole sequence with a high sum of those,
+# its EOS included. Greedy search takes the best token at each step. Beam search keeps the W best beginnings, because
+# a first word that looks second best may lead to the best sentence.
+#
+# Longer hypotheses have lower sums, so finished ones are compared by (Wu et al., 2016, §7)
+#
+#     score = log_prob / lp(n),   lp(n) = ((5 + n) / 6)^alpha,   n tokens with EOS, alpha 0.6 in §6.1
+
+
+@dataclass
+class Hypothesis:
+    """A finished translation: tokens without BOS and EOS, log-probability of tokens and EOS in nats, and
+    score = log_prob / length_penalty(len(tokens) + 1, alpha)."""
+
+    tokens: list
+    log_prob: float
+    score: float
+
+
+def length_penalty(n, alpha):
+    return ((5 + n) / 6) ** alpha
+
+
+class evaluation:
+    """`with evaluation(model)`: no dropout, no gradients; the model's mode is restored whatever happens inside."""
+
+    def __init__(self, model):
+        self.model, self.no_grad = model, torch.inference_mode()
+
+    def __enter__(self):
+        self.training = self.model.training
+        self.model.eval()
+        self.no_grad.__enter__()
+
+    def __exit__(self, *error):
+        self.no_grad.__exit__(*error)
+        self.model.train(self.training)
+
+
+def output_limits(model, src, extra_len):
+    """(B,) most tokens (without EOS) that each translation may have: extra_len more than its source (§6.1), within
+    what the decoder can count to: BOS and the tokens must fit into max_len."""
+    return ((src != PAD).sum(1) - 1 + extra_len).clamp(0, model.config.max_len - 1)
+
+
+def next_log_probs(model, last, src_mask, cache, at_limit):
+    """Log-probabilities (B*W,V) of what follows the newest tokens `last` (B*W,1). PAD and BOS are never said; a row
+    at its limit can only end, so that every hypothesis is whole and its log_prob includes EOS."""
+    states = model.decode(last, None, src_mask, cache)  # (B*W,1,D); the cache stands for the memory
+    log_probs = model.logits(states[:, -1]).float().log_softmax(-1)  # (B*W,V)
+    log_probs[:, [PAD, BOS]] = -torch.inf
+    if at_limit.any():
+        only_eos = torch.arange(log_probs.shape[1], device=last.device) != EOS  # (V,)
+        log_probs.masked_fill_(at_limit[:, None] & only_eos, -torch.inf)
+    return log_probs
+
+
+def greedy_search(model, src, alpha=0.6, extra_len=50):
+    """src (B,S) -> for each source a list of one Hypothesis: the most probable token at every step."""
+    with evaluation(model):
+        src_mask, limits = padding_mask(src), output_limits(model, src, extra_len)
+        cache = model.start_cache(model.encode(src))
+        last = src.new_full((len(src), 1), BOS)
+        log_prob = torch.zeros(len(src), device=src.device)
+        tokens, going = [[] for _ in range(len(src))], torch.ones(len(src), dtype=torch.bool, device=src.device)
+        while going.any():
+            best, last = next_log_probs(model, last, src_mask, cache, limits == cache.length).max(-1, keepdim=True)
+            log_prob += best.squeeze(1) * going
+            going &= last.squeeze(1) != EOS
+            for b in going.nonzero().flatten().tolist():  # an ended row runs on unheard until the last one ends
+                tokens[b].append(last[b].item())
+        sums = log_prob.tolist()
+        return [[Hypothesis(t, s, s / length_penalty(len(t) + 1, alpha))] for t, s in zip(tokens, sums)]
+
+
+def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
+    """src (B,S) -> for each source up to n_best Hypotheses, best first (§6.1; stopping as proven below).
+
+    Each source's result is its own: no step mixes sources, and one that is done leaves the batch.
+    Raises ValueError for n_best outside 1 .. beam_size, for alpha < 0, and for a model whose numbers are not finite.
+    """
+    if not 1 <= n_best <= beam_size:
+        raise ValueError(f"n_best must be from 1 to the beam size {beam_size}, not {n_best}")
+    if alpha < 0:
+        raise ValueError(f"alpha must be at least 0, not {alpha}")
+    W, V = beam_size, model.config.vocab_size
+    finished = [[] for _ in range(len(src))]  # per source, its n_best best Hypotheses so far, best first
+    with evaluation(model):
+        # --- the state: B sources still searched, W beginnings each, best first -----------------------------------
+        source = torch.arange(len(src), device=src.device)  # (B,)  which row of `src` (it shrinks as sources finish)
+        src_mask = padding_mask(src)  # (B,1,1,S)
+        limits = output_limits(model, src, extra_len)  # (B,)
+        tokens = src.new_full((len(src), W, 1), BOS)  # (B,W,t)  t counts BOS
+        # All W beginnings are the same at first. Only one may grow, or the beam would hold W copies of it for ever.
+        log_prob = torch.full((len(src), W), -torch.inf, device=src.device)  # (B,W)
+        log_prob[:, 0] = 0.0
+        cache = model.start_cache(model.encode(src))  # its first reorder fans each source out to W rows
+        rows = torch.arange(len(src), device=src.device).repeat_interleave(W)  # (B*W,)
+
+        while len(source):
+            B, _, t = tokens.shape
+            # --- grow: all continuations of all beams of a source compete in one pool ------------------------------
+            step = next_log_probs(model, tokens[:, :, -1].reshape(B * W, 1), src_mask, cache,
+                                  (limits == t - 1).repeat_interleave(W))  # (B*W,V)  # fmt: skip
+            pool = (log_prob[:, :, None] + step.view(B, W, V)).flatten(1)  # (B,W*V)
+            # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
+            pool_log_prob, index = pool.topk(min(2 * W, W * V))  # (B,2W), best first
+            beam, token = index // V, index % V  # (B,2W) which beam it continues, and with what
+            ends = token == EOS  # (B,2W)
+
+            # --- finish: an ending counts if it is among the best W, as any other continuation has to be -----------
+            n = t  # tokens of a hypothesis that ends now: t - 1 after BOS, and EOS
+            counts = ends[:, :W] & (pool_log_prob[:, :W] > -torch.inf)  # (B,W)
+            for b, k in counts.nonzero().tolist():
+                total = pool_log_prob[b, k].item()
+                best = finished[source[b]]
+                best.append(Hypothesis(tokens[b, beam[b, k], 1:].tolist(), total, total / length_penalty(n, alpha)))
+                best.sort(key=lambda h: -h.score)  # stable: of equals the earlier stays ahead
+                del best[n_best:]
+
+            # --- go on: the best W that do not end -----------------------------------------------------------------
+            log_prob, pick = pool_log_prob.masked_fill(ends, -torch.inf).topk(W)  # (B,W), best first
+            beam, token = beam.gather(1, pick), token.gather(1, pick)  # (B,W)
+            tokens = torch.cat([tokens.gather(1, beam[:, :, None].expand(B, W, t)), token[:, :, None]], 2)  # (B,W,t+1)
+
+            # --- stop a source when nothing unfinished can win -----------------------------------------------------
+            # A beginning's log_prob only falls as it grows, and lp only rises with length, so the most it can ever
+            # score is its present log_prob over lp at the limit (log_prob is negative: a larger lp lifts it). Once
+            # the n_best-th finished score is not below that of the best beginning, no continuation can displace it.
+            # At the limit every beginning has ended and log_prob is -inf. A beam of one is greedy search, by
+            # definition: it follows the most probable token, and that was EOS.
+            bound = log_prob[:, 0] / length_penalty(limits + 1, alpha)  # (B,)
+            alive = [reach > -math.inf and not (len(best) >= n_best and (best[-1].score >= reach or W == 1))
+                     for best, reach in zip((finished[i] for i in source.tolist()), bound.tolist())]  # fmt: skip
+            keep = torch.tensor(alive, dtype=torch.bool, device=src.device).nonzero().flatten()  # (B',)
+
+            # --- the cache follows: row b*W + w must hold the history of the beam that w continues -----------------
+            rows = (torch.arange(B, device=src.device)[:, None] * W + beam)[keep].flatten()  # (B'*W,)
+            cache.reorder(rows)
+            if len(keep) < B:
+                cache.keep_sources(keep)
+                source, src_mask, limits = source[keep], src_mask[keep], limits[keep]
+                tokens, log_prob = tokens[keep], log_prob[keep]
+    if not all(finished):
+        raise ValueError("the model gives numbers that are not finite: its weights are damaged")
+    return finished
+
+
+# --- 14. From text to text; checkpoints (§6.1) ---------------------------------------------------------------------
+
+
+def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, batch_tokens=8192, on_too_long=None):
+    """Lines of text -> one line of text for each, in order. This is the only way from text to text: what validation
+    scores is what a user gets.
+
+    Batches hold up to batch_tokens padded source tokens times beams. A blank line gives a blank line and never
+    reaches the model. So does a line of more than max_len tokens (EOS included): on_too_long(line number from 0,
+    tokens) is told; without it a warning says so."""
+    out, rows, numbers = [""] * len(lines), [], []
+    for number, line in enumerate(lines):
+        ids = tokenizer.encode(line)
+        if len(ids) + 1 > model.config.max_len:
+            if on_too_long is None:
+                warnings.warn(f"line {number + 1} is not translated: {len(ids) + 1} tokens, limit {model.config.max_len}")
+            else:
+                on_too_long(number, len(ids) + 1)
+        elif ids:
+            rows.append(ids + [EOS])
+            numbers.append(number)
+    lengths = [len(row) for row in rows]
+    sampler = TokenBatchSampler(lengths, lengths, max([batch_tokens // beam_size] + lengths))
+    for batch in sampler.epoch(0):
+        src = pad_rows([rows[i] for i in batch]).to(model.device)
+        for i, hypotheses in zip(batch, beam_search(model, src, beam_size, alpha, extra_len=extra_len)):
+            out[numbers[i]] = tokenizer.decode(hypotheses[0].tokens)
+    return out
+
+
+def read_lines(file):
+    """An open binary file -> its lines as text, one by one. UTF-8 whatever the locale; only LF and CRLF end a line
+    (str.splitlines would also cut at U+2028, U+0085, form feed and a lone CR, and shift one side of a corpus against
+    the other); a BOM at the start is dropped. Raises ValueError naming file and line where the bytes are no UTF-8."""
+    for number, line in enumerate(file, 1):  # binary files are split at LF alone
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        line = line.removesuffix(b"\n").removesuffix(b"\r")
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            name = getattr(file, "name", "input")
+            raise ValueError(f"{name}, line {number}: byte {line[error.start]:#04x} is not UTF-8") from None
+
+
+def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
+    """True negative log-likelihood of targets given sources, in nats, summed -> (nll, tokens with EOS)."""
+    nll = tokens = 0
+    lengths = src_rows.lengths + 1, tgt_rows.lengths + 1
+    with evaluation(model):
+        for batch in TokenBatchSampler(*lengths, max(batch_tokens, *(x.max() for x in lengths))).epoch(0):
+            sums = training_loss(model, *(x.to(model.device) for x in collate(src_rows, tgt_rows, batch)), 0.0)
+            nll, tokens = nll + sums.nll.item(), tokens + sums.tokens
+    return nll, tokens
+
+
+def score_text(hypotheses, references, tokenize="13a"):
+    """BLEU, chrF2++ (Post, 2018; Popovic, 2017) and the share of exact matches, of raw text against raw references, by
+    sacrebleu. Raises ValueError when the counts differ."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    if len(hypotheses) != len(references):
+        raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
+    bleu, chrf = BLEU(tokenize=tokenize), CHRF(word_order=2)
+    scores = dict(bleu=bleu.corpus_score(hypotheses, [references]).score,
+                  chrf=chrf.corpus_score(hypotheses, [references]).score)  # fmt: skip
+    scores["exact"] = sum(normalize(h) == normalize(r) for h, r in zip(hypotheses, references)) / len(references)
+    return scores | dict(bleu_signature=str(bleu.get_signature()), chrf_signature=str(chrf.get_signature()))
+
+
+# A checkpoint is one file that needs no other: weights, configuration, the tokenizer itself. It is read with
+# weights_only=True, so that a hostile pickle cannot run code, and strictly, so that a renamed weight is an error and
+# not a layer at its random start.
+
+
+def write_atomically(path, write):
+    """Call write(temporary path in the same folder), flush it to the disk, and only then give it its name: a reader,
+    or whoever comes after a crash, finds the old file or the new one, never half of one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if os.name == "posix":  # the new name itself is on disk only once the folder is
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path, model, tokenizer, **rest):
+    """Write model, configuration and tokenizer, and whatever else `rest` holds (tensors, numbers, strings, lists,
+    dicts): optimizer state, step, hashes, flags. Raises OSError if the disk will not have it."""
+    content = dict(rest, format=1, config=asdict(model.config), model=model.state_dict(),
+                   tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)  # fmt: skip
+    try:
+        write_atomically(path, lambda temporary: torch.save(content, temporary))
+    except RuntimeError as error:  # what torch.save makes of a full disk
+        raise OSError(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from None
+
+
+def load_checkpoint(path, device="cpu"):
+    """-> model in eval mode on `device`, tokenizer, and a dict of the rest. Raises OSError if the file cannot be read,
+    ValueError if it is not a whole checkpoint of this program."""
+    with open(path, "rb"):  # missing, a folder, or not ours to read: say that, and not that it is damaged
+        pass
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        model = Transformer(Config(**content.pop("config")))
+        model.load_state_dict(content.pop("model"))
+        tokenizer = Tokenizer(content.pop("tokenizer"))
+    except Exception as error:  # zip, pickle, key and shape errors: all mean the same to a user
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is not a checkpoint of this program, or is damaged: {reason}") from None
+    if tokenizer.sha256 != content["tokenizer_sha256"]:
+        raise ValueError(f"{path} is damaged: its tokenizer does not have the hash it was saved with")
+    return model.to(device).eval(), tokenizer, content
+
+
+def average_checkpoints(paths, device="cpu"):
+    """Mean of the weights of several checkpoints of one run (§6.1: the last 5 or 20) -> as load_checkpoint, with the
+    rest of the last one. The mean of points that circle a minimum lies nearer to it than any of them.
+    Raises ValueError for no path, or for checkpoints whose configuration or tokenizer differ."""
+    if not paths:
+        raise ValueError("there is no checkpoint to average")
+    total = None
+    for path in paths:
+        model, tokenizer, rest = load_checkpoint(path, device)
+        kind = (model.config, tokenizer.sha256)
+        if total is None:
+            total, first = {name: p.double() for name, p in model.state_dict().items()}, kind  # float64: no rounding
+        elif kind != first:
+            raise ValueError(f"{path} has another configuration or tokenizer than {paths[0]}")
+        else:
+            for name, p in model.state_dict().items():
+                total[name] += p
+    model.load_state_dict({name: p / len(paths) for name, p in total.items()})
+    return model, tokenizer, rest
