@@ -9,7 +9,6 @@ transformer.py.
 
 import argparse
 import ctypes
-import gzip
 import hashlib
 import json
 import math
@@ -53,7 +52,7 @@ class Problem(Exception):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+        "train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
 
     def count(text):  # a whole number of at least 1
@@ -170,27 +169,15 @@ def settings_of(given):
 # --- Data ----------------------------------------------------------------------------------------------------------
 
 
-def open_text(path):
-    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
-
-
-def read_file(path):
-    with open_text(path) as file:
-        try:
-            return list(tf.read_lines(file))
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise Problem(f"{path}: {error}") from None
-
-
 def read_aligned(src, tgt):
-    pairs = read_file(src), read_file(tgt)
+    pairs = tf.read_text(src), tf.read_text(tgt)
     if len(pairs[0]) != len(pairs[1]):
         raise Problem(f"{src} has {len(pairs[0])} lines and {tgt} has {len(pairs[1])}: they are not line by line")
     return pairs
 
 
 def read_tsv(path, src_field, tgt_field):
-    rows = [line.split("\t") for line in read_file(path)]
+    rows = [line.split("\t") for line in tf.read_text(path)]
     columns, first = (0, 1), 1
     if src_field is not None and rows:
         header = rows.pop(0)
@@ -328,14 +315,6 @@ def git_commit():
         return "unknown"
 
 
-def pick_device(name):
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
-        raise Problem(f"--device {name}: this machine or this PyTorch has none")
-    return torch.device(name)
-
-
 def keep_freed_memory():
     """Tell glibc to keep what is freed. By default each large tensor is mapped anew, and every page of it costs a fault
     at first touch, at every step: a tenth to a third of a CPU's training time. Elsewhere this does nothing."""
@@ -368,7 +347,7 @@ class Run:
         self.log_file = None
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
         self.state = dict(step=0, batches=0, skipped=0, best=None, best_step=0, stale=0, interval=[0.0, 0.0, 0], seconds=0.0)
-        self.device = pick_device(settings["device"])
+        self.device = tf.pick_device(settings["device"])
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
         if resume is None:
@@ -461,6 +440,8 @@ class Run:
         return scores
 
     def metric(self, row):
+        self.state["seconds"] = time.perf_counter() - self.began
+        row["minutes"] = self.state["seconds"] / 60
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -527,6 +508,7 @@ class Run:
         s, state = self.settings, self.state
         self.model.train()
         failures, start, start_step = 0, time.perf_counter(), state["step"]
+        self.began = start - state["seconds"]  # as if the run had never been interrupted
         since = start
         while state["step"] < s["steps"]:
             result = self.update()

@@ -39,12 +39,14 @@ Where this file departs from the paper:
   - SentencePiece with byte fallback stands in for the paper's BPE and word pieces.
 """
 
+import gzip
 import hashlib
 import io
 import math
 import os
 import unicodedata
 import warnings
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -958,6 +960,25 @@ def read_lines(file):
         except UnicodeDecodeError as error:
             name = getattr(file, "name", "input")
             raise ValueError(f"{name}, line {number}: byte {line[error.start]:#04x} is not UTF-8") from None
+
+
+def read_text(path):
+    """The lines of a file, which may be gzipped (.gz), by the rules of read_lines. Raises OSError and ValueError."""
+    with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
+        try:
+            return list(read_lines(file))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is cut short or damaged: {error}") from None
+
+
+def pick_device(name):
+    """'auto', 'cpu', 'cuda' or 'mps' -> torch.device. Raises ValueError for one that is not there."""
+    there = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+    if not there[name]:
+        raise ValueError(f"--device {name}: this machine or this PyTorch has none")
+    return torch.device(name)
 
 
 def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):

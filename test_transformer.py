@@ -1,0 +1,1123 @@
+"""The proofs. Each compares with something computed another way (torch.nn with the same weights, brute force, a formula,
+an unbroken run) and can fail. They need nothing but the repository: python -m pytest -q test_transformer.py"""
+
+import gzip
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import train
+import transformer as tf
+import translate
+from transformer import BOS, EOS, PAD, UNK, Config, Transformer
+
+HERE = Path(__file__).resolve().parent
+torch.set_num_threads(1)  # models this small are slower with more
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "formula"])
+def fused(request, monkeypatch):
+    """Run a test with PyTorch's fused kernels and with the formulas of the file."""
+    monkeypatch.setattr(tf, "FUSED", request.param)
+    return request.param
+
+
+def small(seed=0, dtype=torch.float64, spread=1.0, **changes):
+    """A small random model in float64. `spread` scales its table: the larger, the more decided its predictions."""
+    torch.manual_seed(seed)
+    model = Transformer(Config(**{**dict(vocab_size=11, d_model=16, n_heads=4, d_ff=24, n_layers=2, dropout=0.0, max_len=64), **changes}))
+    for name, p in model.named_parameters():  # biases and norms away from 0 and 1, or an error in them would not show
+        if p.dim() == 1:
+            nn.init.normal_(p, mean=float("norm.weight" in name or name.endswith("norm.weight")), std=0.1)
+    model.tgt_embedding.table.data *= spread
+    return model.to(dtype).eval()
+
+
+def random_ids(*shape, vocab=11, seed=0):
+    return torch.randint(4, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(lengths, vocab=11, seed=0):
+    """Sources of these lengths, EOS included, padded on the right."""
+    return tf.pad_rows([[*random_ids(n - 1, vocab=vocab, seed=seed + i).tolist(), EOS] for i, n in enumerate(lengths)])
+
+
+# --- Configuration and sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset, paper", [("base", 65e6), ("big", 213e6)])
+def test_parameter_counts_match_table_3(preset, paper):
+    c = Config(37000, **tf.PRESETS[preset])
+    with torch.device("meta"):
+        count = Transformer(c).n_parameters()
+    D, F_, N = c.d_model, c.d_ff, c.n_layers
+    feed_forward = 2 * D * F_ + F_ + D
+    norm, attention = 2 * D, 4 * (D * D + D)
+    by_hand = 37000 * D + N * (attention + feed_forward + 2 * norm) + N * (2 * attention + feed_forward + 3 * norm)
+    assert count == by_hand
+    # 63.1M and 214.2M: the paper's two numbers cannot both come from one vocabulary (65M would need 40,700 pieces,
+    # 213M 35,800), so they are matched to within 3.5%.
+    assert abs(count / paper - 1) < 0.035
+
+
+@pytest.mark.parametrize("wrong", [dict(n_heads=3), dict(d_model=15, n_heads=1), dict(norm="sideways"), dict(dropout=1.0),
+                                   dict(vocab_size=3), dict(n_layers=0), dict(max_len=1), dict(src_vocab_size=2)])  # fmt: skip
+def test_config_refuses_what_cannot_be(wrong):
+    with pytest.raises(ValueError):
+        Config(**{**dict(vocab_size=11, d_model=16, n_heads=4), **wrong})
+
+
+def test_shapes_of_every_module():
+    B, S, T, D, H, V = 3, 7, 5, 16, 4, 11
+    c = Config(V, d_model=D, n_heads=H, d_ff=24, n_layers=2)
+    x, memory = torch.randn(B, T, D), torch.randn(B, S, D)
+    src = batch_of([7, 3, 5])
+    mask = tf.padding_mask(src)
+    assert mask.shape == (B, 1, 1, S) and tf.causal_mask(T).shape == (1, 1, T, T)
+    q, k = torch.randn(B, H, T, D // H), torch.randn(B, H, S, D // H)
+    assert tf.attention(q, k, k, mask).shape == (B, H, T, D // H)
+    assert tf.attention_weights(q, k, mask).shape == (B, H, T, S)
+    attention = tf.MultiHeadAttention(D, H)
+    assert attention(x).shape == (B, T, D)
+    keys, values = attention.memory_keys_values(memory)
+    assert keys.shape == values.shape == (B, H, S, D // H)
+    assert attention.cross(x, (keys, values), mask).shape == (B, T, D)
+    assert attention.cross(torch.randn(B * 2, T, D), (keys, values), mask).shape == (B * 2, T, D)
+    assert tf.FeedForward(D, 24)(x).shape == (B, T, D)
+    assert tf.LayerNorm(D)(x).shape == tf.Residual(c)(x, lambda x: x).shape == (B, T, D)
+    assert tf.sinusoids(T, D).shape == (T, D)
+    assert tf.EncoderLayer(c)(memory, mask).shape == (B, S, D)
+    assert tf.DecoderLayer(c)(x, memory, mask).shape == (B, T, D)
+    model = Transformer(c)
+    assert model.src_embedding(src).shape == (B, S, D)
+    assert model.encode(src).shape == (B, S, D)
+    assert model.decode(random_ids(B, T), memory, mask).shape == (B, T, D)
+    assert model(src, random_ids(B, T)).shape == (B, T, V)
+
+
+# --- The same numbers as torch.nn, outputs and gradients -----------------------------------------------------------
+
+
+def copy_attention(ours, theirs):
+    theirs.in_proj_weight.data.copy_(ours.qkv.weight)
+    theirs.in_proj_bias.data.copy_(ours.qkv.bias)
+    return [(ours.qkv.weight, theirs.in_proj_weight), (ours.qkv.bias, theirs.in_proj_bias),
+            *copy_linear(ours.out, theirs.out_proj)]  # fmt: skip
+
+
+def copy_linear(ours, theirs):  # a Linear or a norm
+    theirs.weight.data.copy_(ours.weight)
+    theirs.bias.data.copy_(ours.bias)
+    return [(ours.weight, theirs.weight), (ours.bias, theirs.bias)]
+
+
+def copy_layer(ours, theirs):
+    """Weights of our encoder or decoder layer into torch's -> the pairs of parameters that must get equal gradients."""
+    pairs = copy_attention(ours.attention, theirs.self_attn)
+    if isinstance(ours, tf.DecoderLayer):
+        pairs += copy_attention(ours.cross_attention, theirs.multihead_attn)
+    pairs += copy_linear(ours.feed_forward.w1, theirs.linear1) + copy_linear(ours.feed_forward.w2, theirs.linear2)
+    for i, residual in enumerate(ours.residuals, 1):
+        pairs += copy_linear(residual.norm, getattr(theirs, f"norm{i}"))
+    return pairs
+
+
+def torch_layer(kind, c):
+    return kind(c.d_model, c.n_heads, c.d_ff, dropout=0.0, batch_first=True, norm_first=c.norm == "pre", dtype=torch.float64).train()
+
+
+def assert_same_gradients(loss_ours, loss_theirs, pairs, inputs):
+    grads_ours = torch.autograd.grad(loss_ours, [p for p, _ in pairs] + inputs)
+    grads_theirs = torch.autograd.grad(loss_theirs, [p for _, p in pairs] + inputs)
+    for a, b in zip(grads_ours, grads_theirs):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "stack"])
+def test_encoder_equals_torch(norm, whole, fused):
+    model = small(norm=norm)
+    c, src = model.config, batch_of([7, 3, 5])
+    x = torch.randn(3, 7, c.d_model, dtype=torch.float64, requires_grad=True)
+    if whole:
+        final = nn.LayerNorm(c.d_model, dtype=torch.float64) if norm == "pre" else None
+        theirs = nn.TransformerEncoder(torch_layer(nn.TransformerEncoderLayer, c), c.n_layers, final, enable_nested_tensor=False)
+        pairs = sum((copy_layer(a, b) for a, b in zip(model.encoder.layers, theirs.layers)), [])
+        pairs += copy_linear(model.encoder.norm, final) if final else []
+        ours = model.encoder
+    else:
+        ours, theirs = model.encoder.layers[0], torch_layer(nn.TransformerEncoderLayer, c)
+        pairs = copy_layer(ours, theirs)
+    a, b = ours(x, tf.padding_mask(src)), theirs(x, src_key_padding_mask=src == PAD)
+    real = src != PAD
+    torch.testing.assert_close(a[real], b[real], atol=1e-10, rtol=1e-8)
+    weight = torch.randn_like(a[real])
+    assert_same_gradients((a[real] * weight).sum(), (b[real] * weight).sum(), pairs, [x])
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "stack"])
+def test_decoder_equals_torch(norm, whole, fused):
+    model = small(norm=norm)
+    c, src = model.config, batch_of([7, 3, 5])
+    x = torch.randn(3, 6, c.d_model, dtype=torch.float64, requires_grad=True)
+    memory = torch.randn(3, 7, c.d_model, dtype=torch.float64, requires_grad=True)
+    if whole:
+        final = nn.LayerNorm(c.d_model, dtype=torch.float64) if norm == "pre" else None
+        theirs = nn.TransformerDecoder(torch_layer(nn.TransformerDecoderLayer, c), c.n_layers, final)
+        pairs = sum((copy_layer(a, b) for a, b in zip(model.decoder.layers, theirs.layers)), [])
+        pairs += copy_linear(model.decoder.norm, final) if final else []
+        ours = model.decoder
+    else:
+        ours, theirs = model.decoder.layers[0], torch_layer(nn.TransformerDecoderLayer, c)
+        pairs = copy_layer(ours, theirs)
+    future = ~tf.causal_mask(6)[0, 0]  # torch's masks say True where attention is forbidden
+    a = ours(x, memory, tf.padding_mask(src))
+    b = theirs(x, memory, tgt_mask=future, memory_key_padding_mask=src == PAD)
+    torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
+    weight = torch.randn_like(a)
+    assert_same_gradients((a * weight).sum(), (b * weight).sum(), pairs, [x, memory])
+
+
+def test_formulas_equal_kernels():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (5, 7, 7))
+    mask = torch.rand(2, 1, 5, 7) < 0.6
+    mask[..., 0] = True
+    ours = tf.attention_weights(q, k, mask) @ v
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, mask))
+    x = torch.randn(3, 5, 16, dtype=torch.float64) * 3 + 2
+    norm = tf.LayerNorm(16).double()
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    kernel = F.layer_norm(x, (16,), norm.weight, norm.bias, 1e-5)
+    tf.FUSED = False
+    try:
+        torch.testing.assert_close(norm(x), kernel)
+    finally:
+        tf.FUSED = True
+
+
+def test_train_and_eval_agree_without_dropout_on_padded_batches():
+    model = small(dtype=torch.float32)
+    src, tgt = batch_of([4, 4, 3]), random_ids(3, 5)
+    src = F.pad(src, (0, 3), value=PAD)  # every item has at least three pads
+    a, b = model.train()(src, tgt), model.eval()(src, tgt)
+    assert a.shape == b.shape
+    torch.testing.assert_close(a, b)
+
+
+# --- Masks ---------------------------------------------------------------------------------------------------------
+
+
+def test_masks_say_true_where_attention_is_allowed():
+    assert tf.padding_mask(torch.tensor([[5, EOS, PAD]])).tolist() == [[[[True, True, False]]]]
+    assert tf.causal_mask(3)[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_future_targets_do_not_leak(fused):
+    model, src = small(), batch_of([6, 4])
+    tgt = random_ids(2, 8)
+    logits = model(src, tgt)
+    for t in range(1, 8):
+        changed = tgt.clone()
+        changed[:, t:] = random_ids(2, 8 - t, seed=9 + t)
+        assert torch.equal(model(src, changed)[:, :t], logits[:, :t]) or torch.allclose(model(src, changed)[:, :t], logits[:, :t], atol=1e-12)
+        assert not torch.allclose(model(src, changed)[:, t:], logits[:, t:], atol=1e-3) or torch.equal(changed, tgt)
+
+
+def test_a_removed_causal_mask_is_noticed(monkeypatch):
+    """The leak test above can fail: without the mask, the future shows."""
+    model, src, tgt = small(), batch_of([6, 4]), random_ids(2, 8)
+    monkeypatch.setattr(tf, "FUSED", False)
+    monkeypatch.setattr(tf, "causal_mask", lambda n, device=None: torch.ones(1, 1, n, n, dtype=torch.bool))
+    changed = tgt.clone()
+    changed[:, -1] = 4 + (tgt[:, -1] - 3) % 7
+    assert not torch.allclose(model(src, changed)[:, 0], model(src, tgt)[:, 0], atol=1e-6)
+
+
+def test_content_and_amount_of_padding_do_not_matter(fused):
+    model = small(dtype=torch.float32)
+    src, tgt = batch_of([4]), random_ids(1, 5)
+    memory, logits = model.encode(src), model(src, tgt)
+    long = F.pad(src, (0, 16), value=PAD)
+    mask = tf.padding_mask(long)
+    for filler in (PAD, 7):  # other ids under the same mask
+        noisy = long.masked_fill(long == PAD, filler)
+        padded_memory = model.encoder(model.src_embedding(noisy), mask)
+        torch.testing.assert_close(padded_memory[:, :4], memory, atol=1e-5, rtol=1e-5)
+        padded = model.logits(model.decode(tgt, padded_memory, mask))
+        torch.testing.assert_close(padded, logits, atol=1e-5, rtol=1e-5)
+    # pads at the end of the target, whatever they are, change nothing before them
+    torch.testing.assert_close(model(src, F.pad(tgt, (0, 4), value=PAD))[:, :5], logits, atol=1e-5, rtol=1e-5)
+
+
+def test_no_gradient_reaches_padding(fused):
+    model, src = small(), batch_of([6, 3])
+    x = model.src_embedding(src).detach().requires_grad_()
+    memory = model.encoder(x, tf.padding_mask(src))
+    states = model.decode(random_ids(2, 4), memory, tf.padding_mask(src))
+    labels = torch.tensor([[5, 6, 7, EOS], [5, EOS, PAD, PAD]])
+    states.retain_grad()
+    tf.label_smoothed_loss(model.logits(states), labels).smoothed.backward()
+    assert (x.grad[1, 3:] == 0).all() and (x.grad[1, :3] != 0).all()
+    assert (states.grad[1, 2:] == 0).all() and (states.grad[1, :2] != 0).any()
+
+
+def test_an_empty_source_ruins_nothing(fused):
+    model = small(dtype=torch.float32).train()
+    src = batch_of([5, 4, 3])
+    src[1] = PAD  # nothing to attend to
+    loss = tf.training_loss(model, src, random_ids(3, 4), random_ids(3, 4, seed=1))
+    loss.smoothed.backward()
+    assert math.isfinite(loss.smoothed.item())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_fully_masked_rows_are_finite_in_half_precision():
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k = torch.randn(1, 1, 3, 8, dtype=dtype) * 50, torch.randn(1, 1, 4, 8, dtype=dtype)
+        mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+        mask[..., 1, :] = False
+        weights = tf.attention_weights(q, k, mask)
+        assert weights.isfinite().all() and (weights[..., 1, :] == 0).all()
+
+
+def test_causal_kernel_refuses_unequal_lengths():
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError):
+        tf.attention(q, k, k, causal=True)
+
+
+# --- Positions, norms, attention: numbers by hand ------------------------------------------------------------------
+
+
+def test_positions_of_three_words_at_d_model_4():
+    expected = torch.tensor([[0, 1, 0, 1], [0.841471, 0.540302, 0.009999833, 0.99995], [0.909297, -0.416147, 0.019998667, 0.9998]])
+    torch.testing.assert_close(tf.sinusoids(3, 4), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_shift_of_position_is_a_rotation():
+    D, k = 32, 7
+    table = tf.sinusoids(100, D).double()
+    for i in range(D // 2):
+        angle = k / 10000 ** (2 * i / D)
+        turn = torch.tensor([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+        pair = table[:, 2 * i : 2 * i + 2]
+        torch.testing.assert_close(pair[:-k] @ turn.T, pair[k:], atol=1e-6, rtol=0)
+
+
+def test_layer_norm_of_one_two_three(fused):
+    out = tf.LayerNorm(3)(torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(out, torch.tensor([-1.224736, 0.0, 1.224736]), atol=1e-5, rtol=0)
+
+
+def test_attention_of_three_words_by_hand():
+    words = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[None, None]  # q = k = v, K = 2
+    # products [[1,0,1],[0,1,1],[1,1,2]] / sqrt(2); exp of 0, 1/sqrt(2), 2/sqrt(2) = 1, 2.02811, 4.11325
+    weights = torch.tensor([[0.401112, 0.197776, 0.401112], [0.197776, 0.401112, 0.401112], [0.248254, 0.248254, 0.503492]])
+    torch.testing.assert_close(tf.attention_weights(words, words)[0, 0], weights, atol=1e-5, rtol=0)
+    torch.testing.assert_close(tf.attention(words, words, words)[0, 0, 2], torch.tensor([0.751746, 0.751746]), atol=1e-5, rtol=0)
+
+
+def test_position_runs_along_the_sentence_not_the_batch():
+    model = small()
+    ids = random_ids(1, 5)
+    twice = model.encode(ids.repeat(2, 1))
+    torch.testing.assert_close(twice[0], twice[1])
+    swapped = ids[:, [1, 0, 2, 3, 4]]
+    assert not torch.allclose(model.encode(swapped)[:, [1, 0, 2, 3, 4]], twice[:1], atol=1e-3)
+
+
+def test_length_limit_is_exact():
+    model = small(max_len=8)
+    assert model.encode(random_ids(1, 8)).shape == (1, 8, 16)
+    for n in (9, 24):
+        with pytest.raises(ValueError, match=f"{n} tokens.*max_len of 8"):
+            model.encode(random_ids(1, n))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_keeps_the_mean_and_is_off_in_eval(p):
+    torch.manual_seed(0)
+    drop, x = tf.Dropout(p), torch.ones(1000, 999)
+    y = drop(x)
+    assert abs((y == 0).double().mean().item() - p) < 3e-3
+    assert abs(y.double().mean().item() - 1) < 3e-3
+    assert torch.equal(y[y != 0].unique(), torch.tensor([1 / (1 - p)]))
+    # neighbours are independent: each quarter of a 64-bit draw is a coin of its own
+    zero = (y == 0).double().flatten()[: 999 * 1000 // 4 * 4].view(-1, 4)
+    both = (zero.T @ zero) / len(zero)
+    assert (both - p * p).abs()[~torch.eye(4, dtype=torch.bool)].max() < 4e-3
+    assert ((zero.mean(0) - p).abs() < 4e-3).all()
+    assert torch.equal(drop.eval()(x), x)
+
+
+# --- Loss and schedule ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("src_vocab", [None, 500], ids=["tied", "untied"])
+def test_first_loss_is_ln_v(norm, src_vocab):
+    V = 1000
+    torch.manual_seed(0)
+    model = Transformer(Config(V, d_model=128, n_heads=4, d_ff=256, n_layers=3, norm=norm, src_vocab_size=src_vocab))
+    loss = tf.training_loss(model, random_ids(16, 12, vocab=500), random_ids(16, 12, vocab=V), random_ids(16, 12, vocab=V, seed=1))
+    assert abs(loss.nll.item() / loss.tokens / math.log(V) - 1) < 0.1
+
+
+def test_the_tie_is_three_way_and_counts_once():
+    tied, untied = small(), small(src_vocab_size=9)
+    assert tied.src_embedding.table is tied.tgt_embedding.table
+    assert untied.src_embedding.table is not untied.tgt_embedding.table
+    assert untied.n_parameters() - tied.n_parameters() == 9 * 16
+    assert untied(random_ids(2, 5, vocab=9), random_ids(2, 4)).shape == (2, 4, 11)
+
+
+def textbook_kl(logits, labels, smoothing):
+    """Label smoothing as a divergence from a written-out target distribution, plus that distribution's entropy: the
+    cross-entropy. PAD gets no mass, and rows whose label is PAD are left out."""
+    V = logits.shape[-1]
+    log_probs, labels = logits.reshape(-1, V).log_softmax(-1), labels.flatten()
+    target = torch.full_like(log_probs, smoothing / (V - 1))
+    target.scatter_add_(1, labels[:, None], torch.full_like(target[:, :1], 1 - smoothing))
+    target[:, PAD] = 0
+    target[labels == PAD] = 0
+    entropy = -torch.special.xlogy(target, target).sum()
+    return F.kl_div(log_probs, target, reduction="sum") + entropy
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_smoothed_loss_equals_the_kl_form(smoothing):
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 6, 11, dtype=torch.float64) * 3).requires_grad_()
+    labels = random_ids(3, 6)
+    labels[0, 4:], labels[1, 1:] = PAD, PAD
+    ours, theirs = tf.label_smoothed_loss(logits, labels, smoothing), textbook_kl(logits, labels, smoothing)
+    torch.testing.assert_close(ours.smoothed, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (ours.smoothed, theirs)))
+    nll = F.cross_entropy(logits.reshape(-1, 11), labels.flatten(), ignore_index=PAD, reduction="sum")
+    torch.testing.assert_close(ours.nll, nll)
+    assert ours.tokens == 4 + 1 + 6
+    if smoothing == 0:
+        torch.testing.assert_close(ours.smoothed, nll)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 22])
+def test_fused_loss_equals_the_formula(smoothing, chunk, monkeypatch):
+    monkeypatch.setattr(tf.FusedLoss, "CHUNK", chunk)
+    model = small()
+    src, tgt_in = batch_of([6, 4, 5]), random_ids(3, 6)
+    labels = random_ids(3, 6, seed=1)
+    labels[0, 4:], labels[1, 1:] = PAD, PAD
+    fused = tf.training_loss(model, src, tgt_in, labels, smoothing)
+    formula = tf.label_smoothed_loss(model(src, tgt_in), labels, smoothing)
+    torch.testing.assert_close(fused.smoothed, formula.smoothed)
+    torch.testing.assert_close(fused.nll, formula.nll)
+    assert fused.tokens == formula.tokens
+    # three times the loss: the backward has to pass the incoming gradient on
+    for a, b in zip(*(torch.autograd.grad(3 * x.smoothed, list(model.parameters())) for x in (fused, formula))):
+        torch.testing.assert_close(a, b)
+
+
+def test_fused_loss_in_half_precision_stays_near():
+    model = small(dtype=torch.float32, vocab_size=300, d_model=64)
+    src, tgt = batch_of([6, 4, 5], vocab=300), random_ids(3, 6, vocab=300)
+    exact = tf.training_loss(model, src, tgt, tgt)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = tf.training_loss(model, src, tgt, tgt)
+    assert half.smoothed.dtype == torch.float32
+    assert half.smoothed.item() == pytest.approx(exact.smoothed.item(), rel=0.02)
+    half.smoothed.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("scale", [1.0, 1e4, -1e4])
+def test_loss_is_finite_at_the_edges(smoothing, scale):
+    logits = torch.randn(2, 3, 11) * scale
+    for labels in (random_ids(2, 3), torch.tensor([[5, PAD, PAD], [PAD, PAD, PAD]])):  # no pad at all; one real token
+        assert math.isfinite(tf.label_smoothed_loss(logits, labels, smoothing).smoothed)
+
+
+def test_loss_does_not_depend_on_padding():
+    model = small()
+    rows = [(random_ids(n + 1, seed=n).tolist(), random_ids(n, seed=50 + n).tolist()) for n in (2, 5, 9)]
+    src, tgt = (tf.TokenRows(np.concatenate(x), np.cumsum([0, *map(len, x)])) for x in zip(*rows))
+    alone = [tf.training_loss(model, *tf.collate(src, tgt, [i])) for i in range(3)]
+    batch = tf.collate(src, tgt, [0, 1, 2])
+    together = tf.training_loss(model, *(F.pad(x, (0, 50 - x.shape[1]), value=PAD) for x in batch))
+    assert together.tokens == sum(x.tokens for x in alone) == 2 + 5 + 9 + 3
+    assert together.smoothed.item() == pytest.approx(sum(x.smoothed.item() for x in alone), rel=1e-10)
+
+
+def test_accumulated_batches_equal_one_batch():
+    model = small()
+    lengths = np.random.default_rng(0).integers(1, 20, 32)
+    rows = tf.TokenRows(np.concatenate([random_ids(n, seed=int(n)).numpy() for n in lengths]), np.cumsum([0, *lengths]))
+    tokens = int((lengths + 1).sum())
+
+    def gradient(batches):
+        model.zero_grad()
+        for batch in batches:
+            (tf.training_loss(model, *tf.collate(rows, rows, batch)).smoothed / tokens).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for a, b in zip(gradient([range(32)]), gradient([range(i, i + 4) for i in range(0, 32, 4)])):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+def test_noam_rate():
+    D, warmup = 512, 4000
+    assert tf.noam_rate(1, D, warmup) == pytest.approx(D**-0.5 * warmup**-1.5)
+    assert tf.noam_rate(warmup, D, warmup) == pytest.approx((D * warmup) ** -0.5)  # 0.000699 for the paper's base model
+    assert tf.noam_rate(4 * warmup, D, warmup) == pytest.approx((D * warmup) ** -0.5 / 2)
+    assert max(range(1, 20000), key=lambda s: tf.noam_rate(s, D, warmup)) == warmup
+    with pytest.raises(ValueError):
+        tf.noam_rate(0, D, warmup)
+
+
+def test_adam_has_the_papers_constants():
+    group = tf.adam(small()).param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.9, 0.98), 1e-9)
+
+
+# --- Tokens and batches --------------------------------------------------------------------------------------------
+
+TEXT = ["the cat sat on the mat", "a dog ran to the house", "আমি ভাত খাই।", "নদীর ধারে একটি গাছ আছে।", "க்ஷ தமிழ்"] * 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tf.Tokenizer.train(TEXT, 400)
+
+
+def test_fixed_ids(tokenizer):
+    assert (PAD, BOS, EOS, UNK) == (0, 1, 2, 3)
+    names = [tokenizer.pieces.id_to_piece(i) for i in range(4)]
+    assert names == ["<pad>", "<s>", "</s>", "<unk>"]
+
+
+@pytest.mark.parametrize("text", ["</s> <pad> <unk> <s> <0x41>", "漢字 😀 é", "  two  spaces ", "\ta\tb", "a\u00a0b\u3000c", "क्\u200dष \u200c",
+                                  "a\u2028b\u0085c\x0cd\x0be\x1cf", "\u2581under", "\0nul", "lone \ud800", "\ufeffbom", "\ufffd",
+                                  "\u200e\u200f\u061c", "e\u0301", "", " ", "\U0001f469\u200d\U0001f4bb"])  # fmt: skip
+def test_decode_of_encode_is_the_normalised_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tf.normalize(text)
+    assert min(ids, default=4) > UNK  # neither unknown nor a control piece
+
+
+def test_round_trip_of_random_unicode(tokenizer):
+    rng = random.Random(0)
+    for _ in range(500):
+        text = "".join(chr(rng.choice([rng.randrange(0x80), rng.randrange(0x3000), rng.randrange(0x110000)])) for _ in range(rng.randrange(30)))
+        normal = tf.normalize(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == normal == tf.normalize(normal)
+
+
+def test_normalisation_rules():
+    assert tf.normalize("e\u0301") == "\u00e9"
+    assert tf.normalize(" a \t\u2003 b\r\n") == "a b"
+    assert tf.normalize("क्\u200dष\u200c") == "क्\u200dष\u200c"  # joiners stay
+
+
+def test_broken_bytes_decode_without_harm(tokenizer):
+    ids = tokenizer.encode("😀")
+    rng = random.Random(0)
+    assert tokenizer.decode(ids) == "😀"
+    for broken in (ids[:-1], rng.sample(ids, len(ids)), [UNK, PAD, EOS], [4 + 0x0A, 4 + 0x0D]):
+        out = tokenizer.decode(broken)
+        assert isinstance(out, str) and "\n" not in out and "\u2047" not in out
+
+
+def test_tokenizer_is_deterministic_and_carries_its_hash(tokenizer):
+    again = tf.Tokenizer.train(TEXT, 400)
+    assert again.sha256 == tokenizer.sha256 == tf.Tokenizer(tokenizer.model_bytes).sha256
+
+
+def test_vocabulary_limits():
+    with pytest.raises(ValueError, match="need [0-9]+"):
+        tf.Tokenizer.train(TEXT, 100)
+    few = tf.Tokenizer.train(["ab ab", "abc"], 8000)
+    assert few.vocab_size < 300
+    with pytest.raises(ValueError):
+        tf.Tokenizer.train(["", "  "], 1000)
+    with pytest.raises(ValueError):
+        tf.Tokenizer(b"not a model")
+
+
+def test_token_rows_hold_what_was_encoded(tokenizer):
+    rows = tf.TokenRows.encode(tokenizer, TEXT, chunk=3)
+    assert rows.ids.dtype == np.uint16 and len(rows) == len(TEXT)
+    assert [rows[i].tolist() for i in range(len(rows))] == [tokenizer.encode(line) for line in TEXT]
+    keep = np.arange(len(TEXT)) % 3 == 1
+    assert [row.tolist() for row in rows.select(keep)] == [rows[i].tolist() for i in np.flatnonzero(keep)]
+
+
+def test_collate_shifts_the_target_by_one():
+    src = tf.TokenRows(np.array([5, 6, 7, 8]), np.array([0, 3, 4]))
+    tgt = tf.TokenRows(np.array([9, 10, 4, 5, 6]), np.array([0, 2, 5]))
+    a, b, c = tf.collate(src, tgt, [0, 1])
+    assert a.tolist() == [[5, 6, 7, EOS], [8, EOS, PAD, PAD]]
+    assert b.tolist() == [[BOS, 9, 10, PAD], [BOS, 4, 5, 6]]
+    assert c.tolist() == [[9, 10, EOS, PAD], [4, 5, 6, EOS]]
+
+
+@pytest.mark.parametrize("budget", [60, 200, 5000])
+def test_sampler_keeps_its_promises(budget):
+    rng = np.random.default_rng(0)
+    src, tgt = rng.integers(2, 60, 1000), rng.integers(2, 60, 1000)
+    sampler = tf.TokenBatchSampler(src, tgt, budget, seed=3)
+    epochs = [sampler.epoch(e) for e in range(3)]
+    for batches in epochs:
+        assert len(batches) == len(sampler)
+        assert sorted(np.concatenate(batches)) == list(range(1000))  # each pair once
+        assert all(len(b) * max(src[b].max(), tgt[b].max()) <= budget for b in batches)  # padded size
+    orders = [np.concatenate(b).tolist() for b in epochs]
+    assert orders[0] != orders[1] != orders[2]
+    again = tf.TokenBatchSampler(src, tgt, budget, seed=3)
+    assert [np.concatenate(again.epoch(e)).tolist() for e in (2, 0, 1)] == [orders[2], orders[0], orders[1]]
+    assert np.concatenate(tf.TokenBatchSampler(src, tgt, budget, seed=4).epoch(0)).tolist() != orders[0]
+    if budget == 5000:  # sorting pays: little padding
+        used = sum(tgt[b].sum() for b in epochs[0])
+        assert used / sum(len(b) * tgt[b].max() for b in epochs[0]) > 0.85
+
+
+def test_sampler_refuses_a_pair_over_the_budget_and_takes_none():
+    with pytest.raises(ValueError, match="61 tokens"):
+        tf.TokenBatchSampler([5, 61], [5, 5], 60)
+    assert tf.TokenBatchSampler([], [], 60).epoch(0) == []
+
+
+def test_lines_end_at_lf_and_crlf_only(tmp_path):
+    text = "one\r\ntwo\u2028still two\u0085and\x0cmore\x0b\x1c\nthr\ree\n\nfive"
+    path = tmp_path / "my text, v2 [é]"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    expected = ["one", "two\u2028still two\u0085and\x0cmore\x0b\x1c", "thr\ree", "", "five"]
+    assert tf.read_text(path) == expected
+    (tmp_path / "x.gz").write_bytes(gzip.compress(text.encode()))
+    assert tf.read_text(tmp_path / "x.gz") == expected
+    (tmp_path / "y.gz").write_bytes(gzip.compress(os.urandom(999))[:500])
+    with pytest.raises(ValueError, match="y.gz"):
+        tf.read_text(tmp_path / "y.gz")
+    path.write_bytes(b"fine\nnot \x92 fine\n")
+    with pytest.raises(ValueError, match="line 2"):
+        tf.read_text(path)
+
+
+# --- Search --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_cached_decoding_equals_full_decoding(norm, fused):
+    model, src = small(norm=norm), batch_of([7, 2, 4])
+    memory, mask = model.encode(src), tf.padding_mask(src)
+    tgt = random_ids(3, 30)
+    full = model.logits(model.decode(tgt, memory, mask))
+    for chunks in ([1] * 30, [1, 2, 3, 10, 14], [30]):  # token by token, and several at once
+        cache, start = model.start_cache(memory), 0
+        for n in chunks:
+            step = model.logits(model.decode(tgt[:, start : start + n], None, mask, cache))
+            torch.testing.assert_close(step, full[:, start : start + n], atol=1e-10, rtol=0)
+            start += n
+            assert cache.length == start
+
+
+def test_beams_share_their_memory():
+    """W beams of a source, side by side, see what each would see alone."""
+    model, src = small(), batch_of([7, 3])
+    memory, mask, W = model.encode(src), tf.padding_mask(src), 3
+    tgt = random_ids(2 * W, 5)
+    alone = model.decode(tgt, memory.repeat_interleave(W, 0), mask.repeat_interleave(W, 0))
+    cache = model.start_cache(memory)
+    steps = [model.decode(tgt[:, t : t + 1], None, mask, cache) for t in range(5)]
+    torch.testing.assert_close(torch.cat(steps, 1), alone, atol=1e-10, rtol=0)
+
+
+def plain_beam_search(model, src, W, alpha, limit, n_best=1, full_length=True):
+    """The same search in plain words: one sentence, no cache, no batch, and it never stops before the limit."""
+    beam, done = [((BOS,), 0.0)], []
+    for n in range(1, limit + 2):
+        logits = model(src.expand(len(beam), -1), torch.tensor([tokens for tokens, _ in beam]))[:, -1].log_softmax(-1)
+        logits[:, [PAD, BOS]] = -math.inf
+        if n == limit + 1:
+            logits[:, [i for i in range(logits.shape[1]) if i != EOS]] = -math.inf
+        pool = [(tokens + (v,), total + p) for (tokens, total), row in zip(beam, logits.tolist()) for v, p in enumerate(row) if p > -math.inf]
+        pool = sorted(pool, key=lambda x: -x[1])[: 2 * W]
+        done += [(tokens, total, total / ((5 + n) / 6) ** alpha) for tokens, total in pool[:W] if tokens[-1] == EOS]
+        if done and W == 1:
+            break
+        beam = [x for x in pool if x[0][-1] != EOS][:W]
+    done = sorted(done, key=lambda x: -x[2])[:n_best]
+    return [tf.Hypothesis(list(tokens[1:-1]), total, score) for tokens, total, score in done]
+
+
+def assert_same_hypotheses(ours, theirs):
+    assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+    for a, b in zip(ours, theirs):
+        assert (a.log_prob, a.score) == (pytest.approx(b.log_prob, abs=1e-4), pytest.approx(b.score, abs=1e-4))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_beam_search_equals_the_plain_one_which_never_stops_early(alpha):
+    for seed in range(12):
+        model, src = small(seed, spread=4.0, vocab_size=8), batch_of([5, 2, 4], vocab=8, seed=seed)
+        for W in (1, 2, 5, 8):
+            n_best = min(W, 3)
+            for i, ours in enumerate(tf.beam_search(model, src, W, alpha, n_best, extra_len=3)):
+                n = int((src[i] != PAD).sum())
+                assert_same_hypotheses(ours, plain_beam_search(model, src[i : i + 1, :n], W, alpha, n - 1 + 3, n_best))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_a_wide_beam_equals_brute_force(alpha):
+    limit, V = 3, 7
+    for seed in range(5):
+        model, src = small(seed, spread=3.0, vocab_size=V), batch_of([2], vocab=V, seed=seed)
+        every = []
+        for n in range(limit + 1):
+            for tokens in itertools.product(range(UNK, V), repeat=n):  # all but PAD, BOS and EOS
+                log_probs = model(src, torch.tensor([[BOS, *tokens]])).log_softmax(-1)[0]
+                total = sum(log_probs[t, v].item() for t, v in enumerate([*tokens, EOS]))
+                every.append((total / ((5 + n + 1) / 6) ** alpha, list(tokens)))
+        best = sorted(every, key=lambda x: -x[0])[:10]
+        found = tf.beam_search(model, src, 90, alpha, n_best=10, extra_len=limit - 1)[0]
+        assert [h.tokens for h in found] == [tokens for _, tokens in best]
+        assert [h.score for h in found] == pytest.approx([score for score, _ in best], abs=1e-4)
+
+
+def test_beam_of_one_is_greedy():
+    for seed in range(10):
+        model, src = small(seed, spread=3.0), batch_of([5, 2, 7, 1], seed=seed)
+        for alpha in (0.0, 0.6, 2.0):
+            for a, b in zip(tf.beam_search(model, src, 1, alpha, extra_len=8), tf.greedy_search(model, src, alpha, extra_len=8)):
+                assert_same_hypotheses(a, b)
+
+
+def test_a_batch_equals_its_sentences_one_by_one():
+    for seed in range(5):
+        model, lengths = small(seed, spread=3.0), [1, 9, 4, 4, 12, 2, 7]
+        src = batch_of(lengths, seed=seed)
+        for search in (lambda s: tf.beam_search(model, s, 5, n_best=2, extra_len=10), lambda s: tf.greedy_search(model, s, extra_len=10)):
+            together = search(src)
+            for i, n in enumerate(lengths):
+                assert_same_hypotheses(together[i], search(src[i : i + 1, :n])[0])
+            order = [3, 0, 6, 5, 1, 2, 4]  # another order, and more padding
+            for i, hypotheses in zip(order, search(F.pad(src[order], (0, 9), value=PAD))):
+                assert_same_hypotheses(hypotheses, together[i])
+
+
+def test_one_best_does_not_depend_on_n_best():
+    for seed in range(10):
+        model, src = small(seed, spread=3.0), batch_of([5, 3], seed=seed)
+        for one, many in zip(tf.beam_search(model, src, 6), tf.beam_search(model, src, 6, n_best=6)):
+            assert one[0].tokens == many[0].tokens
+            assert len({tuple(h.tokens) for h in many}) == len(many) == 6  # no repeats
+            assert [h.score for h in many] == sorted((h.score for h in many), reverse=True)
+
+
+def test_search_stops_early(monkeypatch):
+    """A model that is sure of EOS ends after a few steps, not at the limit."""
+    model, src = small(), batch_of([6, 4])
+    steps = []
+    plain = tf.next_log_probs
+
+    def sure_of_eos(model, last, *rest):
+        log_probs = plain(model, last, *rest)
+        steps.append(1)
+        log_probs[:] = math.log(0.02 / 9)
+        log_probs[:, EOS] = math.log(0.98)
+        return log_probs
+
+    monkeypatch.setattr(tf, "next_log_probs", sure_of_eos)
+    tf.beam_search(model, src, 4)
+    assert len(steps) <= 3
+    steps.clear()
+    tf.greedy_search(model, src)
+    assert len(steps) == 1
+
+
+def test_search_never_says_pad_or_bos_and_keeps_the_limit():
+    model = small(spread=0.0)  # all logits equal: PAD and BOS as likely as anything
+    for hypotheses in tf.beam_search(model, batch_of([3, 6]), 8, n_best=8, extra_len=2):
+        for h in hypotheses:
+            assert not {PAD, BOS, EOS} & set(h.tokens)
+    for extra in (0, 2):
+        model = small(spread=0.0)
+        found = tf.beam_search(model, batch_of([3, 6]), 11, alpha=9.0, extra_len=extra)
+        assert [len(h[0].tokens) for h in found] == [2 + extra, 5 + extra]  # so large an alpha wants length
+    assert len(tf.greedy_search(small(spread=0.0, max_len=10), batch_of([9]))[0][0].tokens) <= 9
+
+
+def test_search_leaves_the_mode_alone_and_refuses_nonsense():
+    model, src = small().train(), batch_of([3])
+    tf.beam_search(model, src)
+    assert model.training
+    with pytest.raises(ValueError):
+        tf.beam_search(model, src, 2, n_best=3)
+    with pytest.raises(ValueError):
+        tf.beam_search(model, src, 2, alpha=-1)
+    model.tgt_embedding.table.data[:] = math.nan
+    with pytest.raises(ValueError, match="finite"):
+        tf.beam_search(model, src)
+    assert model.training
+
+
+def test_eval_mode_repeats_itself():
+    model = small(dropout=0.5, dtype=torch.float32)
+    assert tf.beam_search(model, batch_of([5])) == tf.beam_search(model, batch_of([5]))
+
+
+# --- The whole chain -----------------------------------------------------------------------------------------------
+
+
+def demo_pairs(n, start=0):
+    lines = (HERE / "data" / "demo.tsv").read_text("utf-8").split("\n")
+    return lines[start : start + n]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A small corpus in a folder whose name is a trap for careless path handling."""
+    path = tmp_path_factory.mktemp("my data, v2 [é]") / "pairs.tsv"
+    path.write_text("\n".join(demo_pairs(200)) + "\n", "utf-8")
+    return path
+
+
+TINY = "--d-model 32 --n-heads 2 --d-ff 48 --n-layers 1 --vocab-size 420 --batch-tokens 300 --val-pairs 6 --warmup-steps 10".split()
+
+
+@pytest.fixture(scope="module")
+def memorised(tmp_path_factory):
+    """A checkpoint that knows 20 pairs by heart, made by train.py, and the files of these pairs."""
+    folder = tmp_path_factory.mktemp("memory")
+    pairs = [line.split("\t") for line in demo_pairs(20, 1000)]
+    for name, side in zip(("src", "tgt"), zip(*pairs)):
+        (folder / name).write_text("\n".join(side) + "\n", "utf-8")
+    status = train.main(["--src", str(folder / "src"), "--tgt", str(folder / "tgt"), "--overfit", "20", "--out", str(folder / "run"),
+                         "--preset", "tiny", "--vocab-size", "450", "--steps", "250", "--eval-every", "250"])  # fmt: skip
+    assert status == 0  # it says itself that all 20 came back
+    return folder
+
+
+def test_twenty_pairs_are_memorised_and_translated_back(memorised, capfdbinary):
+    arguments = ["--checkpoint", str(memorised / "run" / "best.pt"), "--input", str(memorised / "src")]
+    assert translate.main([*arguments, "--output", str(memorised / "out")]) == 0
+    assert (memorised / "out").read_bytes() == (memorised / "tgt").read_bytes()
+    capfdbinary.readouterr()
+    assert translate.main(arguments) == 0
+    assert capfdbinary.readouterr().out == (memorised / "tgt").read_bytes()  # stdout: translations and nothing else
+    assert translate.main([*arguments, "--reference", str(memorised / "tgt"), "--beam", "1"]) == 0
+    out, report = capfdbinary.readouterr()
+    assert out == b"" and b"BLEU 100.00   nrefs:1|case:mixed" in report and b"exact matches 100.0%" in report
+
+
+def test_teacher_forced_argmax_equals_greedy_on_memorised_pairs(memorised):
+    model, tokenizer, _ = tf.load_checkpoint(memorised / "run" / "best.pt")
+    rows = [tf.TokenRows.encode(tokenizer, tf.read_text(memorised / side)) for side in ("src", "tgt")]
+    src, tgt_in, tgt_out = tf.collate(*rows, range(20))
+    forced = model(src, tgt_in).argmax(-1).masked_fill(tgt_out == PAD, PAD)
+    assert torch.equal(forced, tgt_out)
+    assert [h[0].tokens for h in tf.greedy_search(model, src)] == [rows[1][i].tolist() for i in range(20)]
+
+
+def test_a_line_in_is_a_line_out(memorised):
+    """Blank lines, lines that are not lines, a line over the limit, and one of each script, through a pipe."""
+    known, answer = (tf.read_text(memorised / side)[0] for side in ("src", "tgt"))
+    lines = ["", known, " ", "x " * 5000, "a\u2028b\u0085c", "one\rtwo", known + "\r", "-", "\u200b", "漢字 😀", "</s> <pad>"]
+    command = [sys.executable, HERE / "translate.py", "--checkpoint", memorised / "run" / "best.pt", "--beam", "2"]
+    environment = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    done = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True, env=environment)
+    out = done.stdout.decode("utf-8").split("\n")
+    assert len(out) == len(lines) + 1 and out.pop() == ""
+    assert out[0] == out[2] == out[3] == "" and out[1] == out[6] == answer
+    assert not any(set("\r\u2028\u0085") & set(line) for line in out)
+    # one line could not be translated: it is named, and the exit status tells
+    assert done.returncode == 1 and b"line 4 is not translated" in done.stderr and b"Traceback" not in done.stderr
+
+
+def rows_of(folder):
+    """The training lines of metrics.jsonl, without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "memory_mb", "minutes")} for row in rows if "loss" in row]
+
+
+def weights_of(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_training(a, b):
+    a, b = (weights_of(folder / "last.pt") for folder in (a, b))
+    assert a["state"]["step"] == b["state"]["step"]
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    moments = [[x for p in c["optimizer"]["state"].values() for x in p.values()] for c in (a, b)]
+    assert all(torch.equal(x, y) for x, y in zip(*moments))
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_a_stopped_run_resumed_equals_an_unbroken_one(corpus, tmp_path, norm, capfd):
+    """Dropout on, two batches an update, stops within and across epochs, in and after the warm-up."""
+    flags = ["--data", str(corpus), *TINY, "--norm", norm, "--dropout", "0.2", "--accumulate", "2", "--log-every", "2",
+             "--eval-every", "10", "--save-every", "4"]  # fmt: skip
+    assert train.main([*flags, "--steps", "20", "--out", str(tmp_path / "whole")]) == 0
+    assert train.main([*flags, "--steps", "4", "--out", str(tmp_path / "parts")]) == 0
+    capfd.readouterr()
+    assert train.main(["--resume", str(tmp_path / "parts"), "--steps", "14"]) == 0
+    assert "resumed at step 4" in capfd.readouterr().err
+    assert train.main(["--resume", str(tmp_path / "parts"), "--steps", "20"]) == 0
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "parts")
+    capfd.readouterr()
+    assert train.main(["--resume", str(tmp_path / "parts"), "--steps", "20"]) == 0
+    assert "already at step 20 of 20" in capfd.readouterr().err
+    for change in (["--seed", "5"], ["--dropout", "0.5"], ["--vocab-size", "500"], ["--d-model", "64"]):
+        assert train.main(["--resume", str(tmp_path / "parts"), *change]) == 1
+        assert "cannot change" in capfd.readouterr().err
+
+
+def test_a_killed_run_goes_on_to_the_same_end(corpus, tmp_path):
+    flags = ["--data", str(corpus), *TINY, "--dropout", "0.1", "--steps", "60", "--save-every", "3", "--log-every", "20", "--eval-every", "30"]
+    start = lambda *more: subprocess.Popen([sys.executable, HERE / "train.py", *more], stderr=subprocess.DEVNULL)  # noqa: E731
+    assert start(*flags, "--out", tmp_path / "whole").wait() == 0
+    process = start(*flags, "--out", tmp_path / "parts")
+    while not (tmp_path / "parts" / "last.pt").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["step"] < 60
+    assert start("--resume", tmp_path / "parts").wait() == 0
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "parts")
+
+
+def test_a_signal_saves_and_says_how_to_go_on(corpus, tmp_path):
+    flags = ["--data", corpus, *TINY, "--steps", "100000", "--save-every", "100000", "--out", tmp_path / "run", "--log-every", "1"]
+    process = subprocess.Popen([sys.executable, HERE / "train.py", *flags], stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate()[1]
+    assert process.returncode == 143
+    assert f"--resume {tmp_path / 'run'}" in rest and "Traceback" not in rest
+    assert weights_of(tmp_path / "run" / "last.pt")["state"]["step"] >= 3
+
+
+def test_updates_that_are_not_finite_are_skipped_and_ten_in_a_row_stop(corpus, tmp_path, monkeypatch, capfd):
+    plain, calls, bad = tf.training_loss, [], {3, 4}
+
+    def sometimes_infinite(model, *batch):
+        sums = plain(model, *batch)
+        if model.training:
+            calls.append(1)
+            if len(calls) in bad:
+                sums.smoothed = sums.smoothed * math.inf
+        return sums
+
+    monkeypatch.setattr(tf, "training_loss", sometimes_infinite)
+    flags = ["--data", str(corpus), *TINY, "--steps", "6"]
+    assert train.main([*flags, "--out", str(tmp_path / "a")]) == 0
+    last = weights_of(tmp_path / "a" / "last.pt")
+    assert (last["state"]["step"], last["state"]["batches"], last["state"]["skipped"]) == (6, 8, 2)
+    assert all(p.isfinite().all() for p in last["model"].values())
+    bad.update(range(11, 1000))
+    assert train.main([*flags, "--out", str(tmp_path / "b")]) == 1
+    assert "ten updates in a row" in capfd.readouterr().err
+
+
+def test_checkpoints_hold_all_that_is_needed(corpus, tmp_path, tokenizer):
+    assert train.main(["--data", str(corpus), *TINY, "--steps", "4", "--eval-every", "2", "--average", "2", "--out", str(tmp_path / "run")]) == 0
+    for name in ("best.pt", "last.pt"):
+        model, tokenizer, rest = tf.load_checkpoint(tmp_path / "run" / name)
+        assert not model.training and rest["tokenizer_sha256"] == tokenizer.sha256
+        assert {"data_fingerprint", "git_commit", "versions", "flags", "state"} <= set(rest)
+    assert not any("positions" in name for name in weights_of(tmp_path / "run" / "last.pt")["model"])
+    assert (tmp_path / "best.pt").resolve() == (tmp_path / "run" / "best.pt").resolve()
+    assert not os.path.isabs(os.readlink(tmp_path / "best.pt"))
+    assert json.loads((tmp_path / "leaderboard.json").read_text())[0]["data_fingerprint"] == rest["data_fingerprint"]
+    assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2 and not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_average_is_the_mean_and_refuses_mixtures(tmp_path, tokenizer):
+    models = [small(seed, torch.float32) for seed in range(3)]
+    for i, model in enumerate(models):
+        tf.save_checkpoint(tmp_path / f"{i}.pt", model, tokenizer, step=i)
+    mean, _, rest = tf.average_checkpoints([tmp_path / f"{i}.pt" for i in range(3)])
+    for name, p in mean.named_parameters():
+        torch.testing.assert_close(p, sum(dict(m.named_parameters())[name] for m in models) / 3)
+    assert rest["step"] == 2
+    tf.save_checkpoint(tmp_path / "other.pt", small(d_ff=32, dtype=torch.float32), tokenizer)
+    with pytest.raises(ValueError, match="other.pt"):
+        tf.average_checkpoints([tmp_path / "0.pt", tmp_path / "other.pt"])
+    with pytest.raises(ValueError):
+        tf.average_checkpoints([])
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HOSTILE_MARK"],)
+
+
+def test_damaged_and_hostile_files_are_refused(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "a.pt"
+    tf.save_checkpoint(path, small(dtype=torch.float32), tokenizer)
+    whole = path.read_bytes()
+    monkeypatch.setenv("HOSTILE_MARK", str(tmp_path / "mark"))
+    for content in (b"", b"text", whole[: len(whole) // 2], pickle.dumps(Hostile())):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a.pt is not a checkpoint"):
+            tf.load_checkpoint(path)
+    torch.save(Hostile(), path)
+    with pytest.raises(ValueError):
+        tf.load_checkpoint(path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fails(temporary):
+        temporary.write_text("half")
+        raise OSError("no space")
+
+    with pytest.raises(OSError):
+        tf.write_atomically(path, fails)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+# --- Data and flags ------------------------------------------------------------------------------------------------
+
+
+def test_corpus_drops_by_rule_and_never_straddles(tmp_path):
+    lines = [f"source {i % 40}\ttarget {i}" for i in range(100)] + ["\tempty", "source 1\ttarget 1", " \t "]
+    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
+    settings = dict(data=str(tmp_path / "a.tsv"), seed=1, val_pairs=10)
+    corpus = train.Corpus(settings)
+    assert corpus.read == 103 and corpus.dropped["empty side"] == 2 and corpus.dropped["repeated pair"] == 1
+    assert len(corpus.val) == 10 and len(corpus.train) == 100 - 10 - corpus.dropped["in validation too"]
+    for side in (0, 1):
+        assert not {p[side] for p in corpus.train} & {p[side] for p in corpus.val}
+    assert train.Corpus(settings).fingerprint() == corpus.fingerprint() != train.Corpus(settings | dict(seed=2)).fingerprint()
+
+
+def test_pairs_over_the_limit_are_dropped_not_cut(tmp_path, tokenizer):
+    (tmp_path / "a.tsv").write_text("".join(f"a cat {i}\tthe mat {i}\n" for i in range(20)) + "a" * 99 + "\tb\n")
+    corpus = train.Corpus(dict(data=str(tmp_path / "a.tsv"), seed=2, val_pairs=5))
+    assert ("a" * 99, "b") in corpus.train
+    (src, tgt), _ = corpus.encode(tokenizer, 40)
+    assert corpus.dropped["over 40 tokens"] == 1 and len(src) == len(tgt) == len(corpus.train) == 15
+    assert max(src.lengths.max(), tgt.lengths.max()) + 1 <= 40
+
+
+@pytest.mark.parametrize("name, content", [("a.csv", "en,bn\nx y,p q\nz,r\n"), ("a.jsonl", '{"en":"x y","bn":"p q"}\n{"en":"z","bn":"r"}\n'),
+                                           ("b.jsonl", '{"translation":{"en":"x y","bn":"p q"}}\n{"translation":{"en":"z","bn":"r"}}\n'),
+                                           ("a.tsv", "bn\ten\np q\tx y\nr\tz\n")])  # fmt: skip
+def test_files_with_named_columns(tmp_path, name, content, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / name).write_text(content)
+    settings = dict(data=str(tmp_path / name), src_field="en", tgt_field="bn")
+    assert train.read_corpus(settings) == (["x y", "z"], ["p q", "r"])
+
+
+def test_demo_corpus_is_what_its_script_writes(tmp_path):
+    subprocess.run([sys.executable, HERE / "data" / "make_demo.py", "--out", tmp_path / "demo.tsv"], check=True)
+    text = (HERE / "data" / "demo.tsv").read_bytes()
+    assert (tmp_path / "demo.tsv").read_bytes() == text
+    pairs = [line.split("\t") for line in text.decode("utf-8").splitlines()]
+    assert len(pairs) >= 8000 and len({src for src, _ in pairs}) == len(pairs)
+    assert all(tf.normalize(side) == side for pair in pairs for side in pair)
+    for side in zip(*pairs):
+        assert len({word for line in side for word in line.rstrip(".?।").split()}) >= 250
+
+
+MISTAKES = {  # command line: what the one line must say
+    "train.py --src none --tgt none": "none: No such file",
+    "train.py --src five --tgt six": "five has 5 lines and six has 6",
+    "train.py --src five": "--src and --tgt go together",
+    "train.py --data empty.tsv": "no pairs are left|cannot be split",
+    "train.py --data narrow.tsv": "narrow.tsv, line 2: 1 columns",
+    "train.py --data bytes.tsv": "bytes.tsv, line 2",
+    "train.py --data five": "must end in",
+    "train.py --data pairs.tsv --src-field en --tgt-field xx": "no column",
+    "train.py --data pairs.tsv --val-pairs 99": "cannot be split",
+    "train.py --data pairs.tsv --val-pairs 2 --vocab-size 50": "--vocab-size",
+    "train.py --data pairs.tsv --val-pairs 2 --d-model 30 --n-heads 4 --vocab-size 500": "heads",
+    "train.py --data pairs.tsv --val-pairs 2 --max-len 2 --vocab-size 500": "longer than --max-len",
+    "train.py --data pairs.tsv --src five --tgt five": "exclude each other",
+    "train.py --steps 5 --epochs 5": "exclude each other",
+    "train.py --resume nowhere": "No such file",
+    "train.py --resume five": "five is not a checkpoint",
+    "train.py --data pairs.tsv --val-pairs 2 --init-from five": "five is not a checkpoint",
+    "train.py --dropout 1.5": "--dropout",
+    "train.py --steps -1": "--steps",
+    "train.py --steps many": "--steps",
+    "train.py --norm middle": "--norm",
+    "train.py --colour red": "--colour",
+    "translate.py hello": "run `python train.py` first",
+    "translate.py --checkpoint five hello": "five is not a checkpoint",
+    "translate.py --checkpoint nowhere hello": "nowhere: No such file",
+    "translate.py --checkpoint . hello": "Is a directory",
+    "translate.py --input nowhere": "nowhere: No such file",
+    "translate.py --input five --reference six": "five has 5 lines and six has 6",
+    "translate.py --input empty.tsv --reference empty.tsv": "empty.tsv is empty",
+    "translate.py --reference five": "--reference needs --input",
+    "translate.py --beam 0 hello": "--beam",
+    "translate.py --alpha -1 hello": "--alpha",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_clear_line(command, tmp_path, monkeypatch, capfd):
+    for name, content in {"five": b"a\n" * 5, "six": b"a\n" * 6, "empty.tsv": b"", "narrow.tsv": b"a\tb\nc\n", "bytes.tsv": b"a\tb\nc\t\x92\n",
+                          "pairs.tsv": "".join(f"word {i}\tmot {i}\n" for i in range(20)).encode()}.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    program, *flags = command.split()
+    try:
+        status = {"train.py": train, "translate.py": translate}[program].main(flags)
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    last = capfd.readouterr().err.strip().split("\n")[-1]
+    import re
+
+    assert status != 0 and re.search(MISTAKES[command], last) and program in last
+
+
+def test_scores_are_sacrebleus_own():
+    out, reference = ["the cat sat on a mat", "hello"], ["the cat sat on the mat", "hello"]
+    scores = tf.score_text(out, reference)
+    import sacrebleu
+
+    assert scores["bleu"] == sacrebleu.corpus_bleu(out, [reference]).score
+    assert scores["chrf"] == sacrebleu.corpus_chrf(out, [reference], word_order=2).score
+    assert scores["exact"] == 0.5 and tf.score_text(reference, reference)["bleu"] == pytest.approx(100)
+    with pytest.raises(ValueError):
+        tf.score_text(out[:1], reference)
+
+
+def test_perplexity_is_of_the_true_likelihood(memorised):
+    model, tokenizer, _ = tf.load_checkpoint(memorised / "run" / "best.pt")
+    lines = ["a b", "সে"]
+    rows = tf.TokenRows.encode(tokenizer, lines)
+    nll, tokens = tf.pairs_nll(model, rows, rows)
+    by_hand = 0.0
+    for i in range(2):
+        src, tgt_in, tgt_out = tf.collate(rows, rows, [i])
+        by_hand -= model(src, tgt_in).log_softmax(-1)[0].gather(1, tgt_out[0, :, None]).sum().item()
+    assert nll == pytest.approx(by_hand, rel=1e-4) and tokens == len(rows.ids) + 2
