@@ -14,15 +14,15 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 import torch
 
 import transformer as tf
@@ -33,14 +33,40 @@ DEMO = HERE / "data" / "demo.tsv"
 # What a flag that is not given stands for; without any data the demo's values come first. A model's sizes come from
 # its preset.
 DEFAULTS = dict(
-    preset="small", norm="post", vocab_size=8000, max_len=256, steps=20000, batch_tokens=4096, accumulate=1,
-    warmup_steps=1000, rate_scale=0.6, label_smoothing=0.1, clip=1.0, patience=0, average=0, eval_every=1000,
-    save_every=500, log_every=50, keep=0, best_by="chrf", seed=1, device="auto", precision="fp32",
-)  # fmt: skip
+    preset="small",
+    norm="post",
+    vocab_size=8000,
+    max_len=256,
+    steps=20000,
+    batch_tokens=4096,
+    accumulate=1,
+    warmup_steps=1000,
+    rate_scale=0.6,
+    label_smoothing=0.1,
+    clip=1.0,
+    patience=0,
+    average=0,
+    eval_every=1000,
+    save_every=500,
+    log_every=50,
+    keep=0,
+    best_by="chrf",
+    seed=1,
+    device="auto",
+    precision="fp32",
+)
 DEMO_DEFAULTS = dict(
-    data=str(DEMO), preset="tiny", dropout=0.1, vocab_size=1000, val_pairs=500, steps=1200, batch_tokens=2048,
-    warmup_steps=200, rate_scale=1.0, eval_every=400, out="runs/demo",
-)  # fmt: skip
+    data=str(DEMO),
+    preset="tiny",
+    dropout=0.1,
+    vocab_size=1000,
+    val_pairs=500,
+    steps=1200,
+    batch_tokens=2048,
+    warmup_steps=200,
+    rate_scale=1.0,
+    eval_every=400,
+)
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
 # A resumed run may be longer, be watched more closely, or sit on other hardware; all else is fixed by its checkpoint.
 MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"}
@@ -52,7 +78,10 @@ class Problem(Exception):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        "train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+        "train.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
 
     def count(text):  # a whole number of at least 1
@@ -119,19 +148,24 @@ def parse_arguments(argv):
     flag(run, "--label-smoothing", fraction, "")
     flag(run, "--clip", natural_or_float, "longest gradient; 0 for no clipping")
     flag(run, "--eval-every", count, "updates between validations")
-    run.add_argument("--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)")
+    run.add_argument(
+        "--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)"
+    )
     flag(run, "--patience", natural, "stop after this many validations without a better one; 0 for never")
     flag(run, "--average", natural, "at the end, average the last N checkpoints; kept as best if it is better")
     flag(run, "--save-every", count, "updates between saves of last.pt")
     flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
     flag(run, "--log-every", count, "updates between log lines")
-    flag(run, "--out", str, "folder of the run (default runs/<time>)")
+    flag(run, "--out", str, "folder of the run (default runs/<time>-<name of the data>)")
     flag(run, "--resume", str, "folder of a run to go on with")
     flag(run, "--init-from", str, "checkpoint whose weights and tokenizer to start from")
     flag(run, "--seed", natural, "decides the split, the order, the initial weights and the dropout")
     run.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], help="auto (default): the best there is")
-    run.add_argument("--precision", choices=["fp32", "bf16"],
-                     help="bf16: products in half precision; several times faster where the hardware has it")  # fmt: skip
+    run.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="bf16: products in half precision; several times faster where the hardware has it",
+    )
     flag(run, "--threads", count, "CPU threads (default: PyTorch's choice)")
     return parser, vars(parser.parse_args(argv))
 
@@ -155,14 +189,21 @@ def settings_of(given):
         raise Problem("--val-pairs splits validation off; with --val-src there is nothing to split")
     if "steps" in given and "epochs" in given:
         raise Problem("--steps and --epochs exclude each other")
+    fixed = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "vocab_size", "max_len"} & set(given)
+    if "init_from" in given and fixed:
+        raise Problem(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
     settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
     if "epochs" in given:
         del settings["steps"]
     settings = tf.PRESETS[settings["preset"]] | settings
     if "overfit" in given:  # nothing that fights memorising
         settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100)
-        settings |= {k: v for k, v in given.items() if k in ("dropout", "label_smoothing", "warmup_steps", "steps", "eval_every")}
-    settings.setdefault("out", f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        settings |= {
+            k: v for k, v in given.items() if k in ("dropout", "label_smoothing", "warmup_steps", "steps", "eval_every")
+        }
+    if "out" not in settings:
+        name = Path(settings[sources[0]]).name.split(".")[0] if sources else "demo"
+        settings["out"] = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     return settings
 
 
@@ -223,7 +264,9 @@ def read_corpus(settings):
         src, tgt = read_aligned(settings["src"], settings["tgt"])
     elif "data" in settings and str(settings["data"]).removesuffix(".gz").endswith((".tsv", ".txt")):
         src, tgt = read_tsv(settings["data"], settings.get("src_field"), settings.get("tgt_field"))
-    elif "data" in settings and not str(settings["data"]).removesuffix(".gz").endswith((".csv", ".json", ".jsonl", ".parquet")):
+    elif "data" in settings and not str(settings["data"]).removesuffix(".gz").endswith(
+        (".csv", ".json", ".jsonl", ".parquet")
+    ):
         raise Problem(f"{settings['data']}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
     else:
         if "data" in settings:
@@ -278,7 +321,9 @@ class Corpus:
     def encode(self, tokenizer, max_len):
         """-> train (src, tgt) and val (src, tgt) as TokenRows; training pairs over the limit are dropped, never cut:
         a cut target would teach the model to stop in mid-sentence."""
-        train, val = ([tf.TokenRows.encode(tokenizer, side) for side in zip(*pairs)] for pairs in (self.train, self.val))
+        train, val = (
+            [tf.TokenRows.encode(tokenizer, side) for side in zip(*pairs)] for pairs in (self.train, self.val)
+        )
         fits = np.maximum(train[0].lengths, train[1].lengths) + 1 <= max_len
         self.dropped[f"over {max_len} tokens"] = int((~fits).sum())
         if not fits.any():
@@ -330,6 +375,10 @@ def memory_mb(device):
     """Peak memory of the device, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
+    if sys.platform == "win32":
+        return math.nan
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
@@ -341,20 +390,22 @@ def clock(seconds):
 class Run:
     """One training run: its folder, model, optimizer, and the few numbers that say how far it is."""
 
-    def __init__(self, settings, resume=None):
+    def __init__(self, settings, resuming, dry_run):
         self.settings, self.folder = settings, Path(settings["out"])
         self.stop_signal = None
-        self.log_file = None
+        self.order = None, None  # an epoch and its batches
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
-        self.state = dict(step=0, batches=0, skipped=0, best=None, best_step=0, stale=0, interval=[0.0, 0.0, 0], seconds=0.0)
+        self.state = dict(
+            step=0, batches=0, skipped=0, best=None, best_step=0, stale=0, interval=[0.0, 0.0, 0], seconds=0.0
+        )
         self.device = tf.pick_device(settings["device"])
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
-        if resume is None:
-            if (self.folder / "last.pt").exists():
-                raise Problem(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.log_file = open(self.folder / "train.log", "a", encoding="utf-8")
+        if not resuming and any(self.folder.glob("*.pt")):
+            raise Problem(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
+        if not dry_run:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.log_file = open(os.devnull if dry_run else self.folder / "train.log", "a", encoding="utf-8")
 
     def log(self, text=""):
         print(text, file=sys.stderr, flush=True)
@@ -365,7 +416,10 @@ class Run:
     def prepare(self, resume):
         s = self.settings
         self.commit = git_commit()
-        self.versions = {m.__name__: str(m.__version__) for m in (torch, sentencepiece, np)} | {"python": sys.version.split()[0]}
+        self.versions = {
+            name: metadata.version(name) for name in ("torch", "sentencepiece", "datasets", "sacrebleu", "numpy")
+        }
+        self.versions["python"] = sys.version.split()[0]
         self.log(f"commit {self.commit}   " + "   ".join(f"{k} {v}" for k, v in self.versions.items()))
         self.log("flags: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in sorted(s.items())))
         corpus = Corpus(s)
@@ -374,6 +428,8 @@ class Run:
             self.model.to(self.device)
         elif "init_from" in s:
             self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"], self.device)
+            s.update(asdict(self.model.config) | dict(dropout=s["dropout"]))
+            self.model.set_dropout(s["dropout"])
         else:
             lines = (text for pair in corpus.train for text in pair)
             try:
@@ -381,15 +437,21 @@ class Run:
             except ValueError as error:
                 raise Problem(f"{error}: see --vocab-size") from None
             if self.tokenizer.vocab_size < s["vocab_size"]:
-                self.log(f"this text gives {self.tokenizer.vocab_size} pieces, fewer than --vocab-size {s['vocab_size']}")
+                self.log(
+                    f"this text gives {self.tokenizer.vocab_size} pieces, fewer than --vocab-size {s['vocab_size']}"
+                )
             torch.manual_seed(s["seed"])
             sizes = {name: s[name] for name in SIZES}
-            self.model = tf.Transformer(tf.Config(self.tokenizer.vocab_size, norm=s["norm"], max_len=s["max_len"], **sizes))
+            self.model = tf.Transformer(
+                tf.Config(self.tokenizer.vocab_size, norm=s["norm"], max_len=s["max_len"], **sizes)
+            )
             self.model.to(self.device)
         max_len = min(self.model.config.max_len, s["batch_tokens"])  # no pair may be larger than a batch
         self.train_rows, self.val_rows = corpus.encode(self.tokenizer, max_len)
         self.corpus, self.fingerprint = corpus, corpus.fingerprint()
-        self.sampler = tf.TokenBatchSampler(*(rows.lengths + 1 for rows in self.train_rows), s["batch_tokens"], s["seed"])
+        self.sampler = tf.TokenBatchSampler(
+            *(rows.lengths + 1 for rows in self.train_rows), s["batch_tokens"], s["seed"]
+        )
         if "epochs" in s:
             s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / s["accumulate"]))
         self.optimizer = tf.adam(self.model)
@@ -406,19 +468,24 @@ class Run:
         self.log(f"read {c.read} pairs; dropped: {dropped}; training on {len(c.train)}, validating on {len(c.val)}")
         self.log(f"data fingerprint {self.fingerprint}")
         tokens = [int(rows.lengths.sum()) for rows in self.train_rows]
-        unknown = sum(int((rows.ids == tf.UNK).sum()) for rows in self.val_rows) / sum(len(r.ids) for r in self.val_rows)
-        # byte pieces have ids 4 .. 259: how much of the validation text the alphabet does not cover
-        by_bytes = sum(int(((r.ids > tf.UNK) & (r.ids < 260)).sum()) for r in self.val_rows) / sum(len(r.ids) for r in self.val_rows)
-        self.log(f"vocabulary {self.tokenizer.vocab_size}, tokenizer {self.tokenizer.sha256[:16]}; tokens: source "
-                 f"{tokens[0]}, target {tokens[1]}, ratio {tokens[1] / tokens[0]:.2f}; "
-                 f"in validation: unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}")  # fmt: skip
+        ids = np.concatenate([rows.ids for rows in self.val_rows])
+        unknown = (ids == tf.UNK).mean()
+        by_bytes = ((ids > tf.UNK) & (ids <= tf.UNK + 256)).mean()  # what the alphabet of the training text lacks
+        epochs = s["steps"] * s["accumulate"] / len(self.sampler)
+        self.log(
+            f"vocabulary {self.tokenizer.vocab_size}, tokenizer {self.tokenizer.sha256[:16]}; tokens: source "
+            f"{tokens[0]}, target {tokens[1]}, ratio {tokens[1] / tokens[0]:.2f}; "
+            f"in validation: unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}"
+        )
         if unknown > 0.01:
             self.log("warning: more than 1% of the validation tokens are unknown to this tokenizer")
         for src, tgt in random.Random(s["seed"]).sample(c.train, min(3, len(c.train))):
             self.log(f"  source: {src}\n  target: {tgt}")
         self.log(f"model: {self.model.n_parameters():,} parameters, {self.model.config}")
-        self.log(f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {s['steps'] * s['accumulate'] / len(self.sampler):.1f} "
-                 f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}; into {self.folder}")  # fmt: skip
+        self.log(
+            f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {epochs:.1f} "
+            f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}; into {self.folder}"
+        )
 
     # Validation: what counts is text, made the way a user will make it.
 
@@ -431,9 +498,12 @@ class Run:
         scores |= tf.score_text(outputs, references)
         scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
         seconds = time.perf_counter() - start
-        self.log(f"valid {scores['step']}: nll {scores['val_nll']:.4f}  ppl {scores['val_ppl']:.2f}  BLEU {scores['bleu']:.2f}  "
-                 f"chrF2++ {scores['chrf']:.2f}  exact {scores['exact']:.1%}  distinct {scores['distinct']:.1%}  ({seconds:.0f} s)  "
-                 f"[{scores['bleu_signature']}] [{scores['chrf_signature']}]")  # fmt: skip
+        self.log(
+            f"valid {scores['step']}: nll {scores['val_nll']:.4f}  ppl {scores['val_ppl']:.2f}  "
+            f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}  exact {scores['exact']:.1%}  "
+            f"distinct {scores['distinct']:.1%}  ({seconds:.0f} s)  "
+            f"[{scores['bleu_signature']}] [{scores['chrf_signature']}]"
+        )
         for i in random.Random(0).sample(range(len(outputs)), min(samples, len(outputs))):  # the same ones every time
             self.log(f"  source:    {sources[i]}\n  reference: {references[i]}\n  output:    {outputs[i]}")
         self.metric(dict(scores, seconds=seconds))
@@ -445,6 +515,16 @@ class Run:
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def forget_later_metrics(self):
+        """What was logged after the checkpoint will be logged again, and the last line may be half a line."""
+        path, kept = self.folder / "metrics.jsonl", []
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+            try:
+                kept += [line + "\n"] if json.loads(line)["step"] <= self.state["step"] else []
+            except ValueError:
+                pass
+        tf.write_atomically(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
+
     def is_better(self, scores):
         by = self.settings["best_by"]
         new = -scores["val_nll"] if by == "nll" else scores[by]
@@ -455,8 +535,13 @@ class Run:
 
     def save(self, name, model=None, optimizer=True):
         """Write a checkpoint into the run's folder. A disk that will not take it costs this save, not the run."""
-        rest = dict(state=dict(self.state), data_fingerprint=self.fingerprint, git_commit=self.commit, versions=self.versions,
-                    flags=self.settings)  # fmt: skip
+        rest = dict(
+            state=dict(self.state),
+            data_fingerprint=self.fingerprint,
+            git_commit=self.commit,
+            versions=self.versions,
+            flags=self.settings,
+        )
         if optimizer:
             rest["optimizer"] = self.optimizer.state_dict()
         try:
@@ -498,9 +583,9 @@ class Run:
         return (smoothed, nll, tokens, norm, rate) if finite else None
 
     def epoch_batches(self, epoch):
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch, self._batches = epoch, self.sampler.epoch(epoch)
-        return self._batches
+        if self.order[0] != epoch:
+            self.order = epoch, self.sampler.epoch(epoch)
+        return self.order[1]
 
     # The loop around it.
 
@@ -517,8 +602,10 @@ class Run:
                 failures += 1
                 self.log(f"warning: loss or gradient is not finite after step {state['step']}: update skipped")
                 if failures == 10:
-                    raise Problem("ten updates in a row were not finite; the last checkpoint is untouched. Try a smaller "
-                                  "--rate-scale, more --warmup-steps, a smaller --clip or --norm pre")  # fmt: skip
+                    raise Problem(
+                        "ten updates in a row were not finite; the last checkpoint is untouched. Try a smaller "
+                        "--rate-scale, more --warmup-steps, a smaller --clip or --norm pre"
+                    )
                 continue
             failures = 0
             smoothed, nll, tokens, norm, rate = result
@@ -528,10 +615,22 @@ class Run:
                 now = time.perf_counter()
                 total, total_nll, n = state["interval"]
                 speed, left = n / (now - since), (now - start) / (step - start_step) * (s["steps"] - step)
-                row = dict(step=step, epoch=state["batches"] / len(self.sampler), loss=total / n, nll=total_nll / n, rate=rate,
-                           grad_norm=norm, tokens_per_second=speed, memory_mb=memory_mb(self.device), skipped=state["skipped"])  # fmt: skip
-                self.log(f"step {step}/{s['steps']}  epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  nll {row['nll']:.4f}  "
-                         f"rate {rate:.2e}  grad {norm:.2f}  {speed:.0f} tok/s  {row['memory_mb']:.0f} MB  left {clock(left)}")  # fmt: skip
+                row = dict(
+                    step=step,
+                    epoch=state["batches"] / len(self.sampler),
+                    loss=total / n,
+                    nll=total_nll / n,
+                    rate=rate,
+                    grad_norm=norm,
+                    tokens_per_second=speed,
+                    memory_mb=memory_mb(self.device),
+                    skipped=state["skipped"],
+                )
+                self.log(
+                    f"step {step}/{s['steps']}  epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  "
+                    f"nll {row['nll']:.4f}  rate {rate:.2e}  grad {norm:.2f}  {speed:.0f} tok/s  "
+                    f"{row['memory_mb']:.0f} MB  left {clock(left)}"
+                )
                 self.metric(row)
                 state["interval"], since = [0.0, 0.0, 0], now
             if step % s["eval_every"] == 0 or step == s["steps"]:
@@ -573,28 +672,39 @@ class Run:
         scores = self.validate(samples=10)
         if "overfit" in self.settings:
             done = scores["exact"] == 1.0
-            self.log(f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of {len(self.corpus.val)} pairs come back exactly")
+            self.log(
+                f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of {len(self.corpus.val)} pairs "
+                f"come back exactly"
+            )
             return 0 if done else 1
         self.publish(scores)
         self.log(f'try: python translate.py --checkpoint {self.folder / "best.pt"} "{self.corpus.val[0][0]}"')
         return 0
 
     def publish(self, scores):
-        """The folder above gets a table of runs, best first, and a link to the newest best checkpoint, for translate.py."""
+        """In the folder above: a table of runs, best first, and a link to the newest best checkpoint."""
         board, link = self.folder.parent / "leaderboard.json", self.folder.parent / "best.pt"
         rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
-        row = dict(run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores)
+        row = dict(
+            run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores
+        )
         rows = [old for old in rows if old["run"] != row["run"]] + [row]
         rows.sort(key=lambda r: (r["data_fingerprint"], -r["chrf"]))  # scores on other data cannot be compared
         tf.write_atomically(board, lambda path: path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8"))
-        tf.write_atomically(link, lambda path: path.symlink_to(Path(self.folder.name) / "best.pt"))
+        try:
+            tf.write_atomically(link, lambda path: path.symlink_to(Path(self.folder.name) / "best.pt"))
+        except OSError as error:  # a file system without links: translate.py then looks for the newest itself
+            self.log(f"no link {link}: {error}")
 
 
 def handle_signals(run):
+    """The first SIGINT or SIGTERM ends the run after its update, the second ends it at once (no file is ever half
+    written)."""
+
     def stop(number, _):
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once; files are never half written
+        signal.signal(number, signal.SIG_DFL)
         run.stop_signal = number
-        run.log("stopping after this update; once more to stop at once")
+        os.write(2, b"stopping after this update; once more to stop at once\n")  # print may not be entered twice
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
@@ -610,10 +720,13 @@ def resume_settings(given):
     settings = dict(checkpoint[2]["flags"], out=str(path.parent))
     for name, value in given.items():
         if name not in MAY_CHANGE and settings.get(name) != value:
-            raise Problem(f"--{name.replace('_', '-')} cannot change on --resume (it was {settings.get(name, 'not given')}); "
-                          f"start anew, with --init-from {path.parent}/best.pt to keep the weights")  # fmt: skip
-    if "epochs" in given:
-        settings.pop("steps")
+            raise Problem(
+                f"--{name.replace('_', '-')} cannot change on --resume (it was {settings.get(name, 'not given')}); "
+                f"start anew, with --init-from {path.parent}/best.pt to keep the weights"
+            )
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in given:
+            settings.pop(other, None)
     return settings | given, checkpoint
 
 
@@ -626,24 +739,29 @@ def main(argv=None):
         else:
             settings = settings_of(given)
         keep_freed_memory()
-        run = Run(settings, resume)
+        run = Run(settings, resume is not None, dry_run)
         run.prepare(resume)
         if dry_run:
             return 0
         if resume is None:
-            tf.write_atomically(run.folder / "config.json",
-                                lambda path: path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8"))  # fmt: skip
+            tf.write_atomically(
+                run.folder / "config.json",
+                lambda path: path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8"),
+            )
         else:
             run.log(f"resumed at step {run.state['step']}")
             if run.state["step"] >= settings["steps"]:
                 run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
                 return 0
-            metrics = run.folder / "metrics.jsonl"  # what was logged after the checkpoint will be logged again
-            kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= run.state["step"]]
-            metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            run.forget_later_metrics()
         handle_signals(run)
         run.train()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the run is saved: nothing left to finish first
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return run.finish()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     except (Problem, ValueError) as error:
         message = str(error)
     except OSError as error:

@@ -47,7 +47,8 @@ import os
 import unicodedata
 import warnings
 import zlib
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,9 @@ from torch.nn import functional as F
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
-# One switch for the three places where PyTorch has a fused kernel for what this file teaches: attention, LayerNorm
-# and cross-entropy. False runs the formula as it is written here; the tests hold both to the same numbers.
+# One switch for the three places where a formula of this file has a faster twin: attention and LayerNorm (kernels of
+# PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold both to the same
+# numbers.
 FUSED = True
 
 
@@ -497,6 +499,13 @@ class Transformer(nn.Module):
         """A Cache for decoding against this memory: its keys and values, computed once, and no target tokens yet."""
         return Cache([LayerCache(layer.cross_attention.memory_keys_values(memory)) for layer in self.decoder.layers])
 
+    def set_dropout(self, p):
+        """Another dropout for the same weights, as fine-tuning may want."""
+        self.config = replace(self.config, dropout=p)
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.p = p
+
     @property
     def device(self):
         return self.tgt_embedding.table.device
@@ -607,7 +616,7 @@ def training_loss(model, src, tgt_in, tgt_out, smoothing=0.1):
 
 
 def noam_rate(step, d_model, warmup):
-    """Rate of update number `step`, counted from 1 (§5.3, equation 3). Raises ValueError for step or warmup below 1."""
+    """Rate of update `step`, counted from 1 (§5.3, equation 3). Raises ValueError for step or warmup below 1."""
     if step < 1 or warmup < 1:
         raise ValueError(f"steps and warm-up are counted from 1, not {step} and {warmup}")
     return d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
@@ -616,6 +625,7 @@ def noam_rate(step, d_model, warmup):
 def adam(model):
     """Adam with the paper's constants (§5.3). The rate is set before each update, from noam_rate."""
     return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
 
 # --- 12. Tokens and batches (§5.1) ---------------------------------------------------------------------------------
 # Text is normalised the same way everywhere (training, translating, scoring), cut into pieces by SentencePiece, and
@@ -634,7 +644,7 @@ class Tokenizer:
     """SentencePiece (Kudo and Richardson, 2018) with our fixed ids and our normalisation in place of its own."""
 
     def __init__(self, model_bytes):
-        """model_bytes: a SentencePiece model. Raises ValueError if it is none or has other ids for PAD, BOS, EOS, UNK."""
+        """model_bytes: a SentencePiece model. Raises ValueError if it is none or its four fixed ids are not ours."""
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
         try:
@@ -656,14 +666,29 @@ class Tokenizer:
         if not lines:
             raise ValueError("there is no text to learn a vocabulary from")
         if vocab_size < smallest:
-            raise ValueError(f"a vocabulary of {vocab_size} is too small for this text: its characters, 256 bytes and "
-                             f"the fixed ids need {smallest}")
+            raise ValueError(
+                f"a vocabulary of {vocab_size} is too small for this text: its characters, 256 bytes and "
+                f"the fixed ids need {smallest}"
+            )
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type=model_type,
-            hard_vocab_limit=False, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, unk_surface="\ufffd",
-            normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0,
-            byte_fallback=True, max_sentence_length=1 << 20, minloglevel=2)  # fmt: skip
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            hard_vocab_limit=False,
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            unk_surface="\ufffd",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            character_coverage=1.0,
+            byte_fallback=True,
+            max_sentence_length=1 << 20,
+            minloglevel=2,
+        )
         return cls(model.getvalue())
 
     @property
@@ -792,20 +817,16 @@ def length_penalty(n, alpha):
     return ((5 + n) / 6) ** alpha
 
 
-class evaluation:
+@contextmanager
+def evaluation(model):
     """`with evaluation(model)`: no dropout, no gradients; the model's mode is restored whatever happens inside."""
-
-    def __init__(self, model):
-        self.model, self.no_grad = model, torch.inference_mode()
-
-    def __enter__(self):
-        self.training = self.model.training
-        self.model.eval()
-        self.no_grad.__enter__()
-
-    def __exit__(self, *error):
-        self.no_grad.__exit__(*error)
-        self.model.train(self.training)
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
 
 
 def output_limits(model, src, extra_len):
@@ -865,14 +886,14 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
         # All W beginnings are the same at first. Only one may grow, or the beam would hold W copies of it for ever.
         log_prob = torch.full((len(src), W), -torch.inf, device=src.device)  # (B,W)
         log_prob[:, 0] = 0.0
-        cache = model.start_cache(model.encode(src))  # its first reorder fans each source out to W rows
-        rows = torch.arange(len(src), device=src.device).repeat_interleave(W)  # (B*W,)
+        cache = model.start_cache(model.encode(src))  # memory (B,H,S,K); target tokens, none as yet, (B*W,H,t,K)
 
         while len(source):
             B, _, t = tokens.shape
             # --- grow: all continuations of all beams of a source compete in one pool ------------------------------
-            step = next_log_probs(model, tokens[:, :, -1].reshape(B * W, 1), src_mask, cache,
-                                  (limits == t - 1).repeat_interleave(W))  # (B*W,V)  # fmt: skip
+            step = next_log_probs(
+                model, tokens[:, :, -1].reshape(B * W, 1), src_mask, cache, (limits == t - 1).repeat_interleave(W)
+            )  # (B*W,V)
             pool = (log_prob[:, :, None] + step.view(B, W, V)).flatten(1)  # (B,W*V)
             # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
             pool_log_prob, index = pool.topk(min(2 * W, W * V))  # (B,2W), best first
@@ -901,8 +922,10 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
             # At the limit every beginning has ended and log_prob is -inf. A beam of one is greedy search, by
             # definition: it follows the most probable token, and that was EOS.
             bound = log_prob[:, 0] / length_penalty(limits + 1, alpha)  # (B,)
-            alive = [reach > -math.inf and not (len(best) >= n_best and (best[-1].score >= reach or W == 1))
-                     for best, reach in zip((finished[i] for i in source.tolist()), bound.tolist())]  # fmt: skip
+            alive = [
+                reach > -math.inf and not (len(best) >= n_best and (best[-1].score >= reach or W == 1))
+                for best, reach in zip((finished[i] for i in source.tolist()), bound.tolist())
+            ]
             keep = torch.tensor(alive, dtype=torch.bool, device=src.device).nonzero().flatten()  # (B',)
 
             # --- the cache follows: row b*W + w must hold the history of the beam that w continues -----------------
@@ -932,7 +955,7 @@ def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, bat
         ids = tokenizer.encode(line)
         if len(ids) + 1 > model.config.max_len:
             if on_too_long is None:
-                warnings.warn(f"line {number + 1} is not translated: {len(ids) + 1} tokens, limit {model.config.max_len}")
+                warnings.warn(f"line {number + 1} not translated: {len(ids) + 1} tokens, limit {model.config.max_len}")
             else:
                 on_too_long(number, len(ids) + 1)
         elif ids:
@@ -1000,8 +1023,9 @@ def score_text(hypotheses, references, tokenize="13a"):
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
     bleu, chrf = BLEU(tokenize=tokenize), CHRF(word_order=2)
-    scores = dict(bleu=bleu.corpus_score(hypotheses, [references]).score,
-                  chrf=chrf.corpus_score(hypotheses, [references]).score)  # fmt: skip
+    scores = dict(
+        bleu=bleu.corpus_score(hypotheses, [references]).score, chrf=chrf.corpus_score(hypotheses, [references]).score
+    )
     scores["exact"] = sum(normalize(h) == normalize(r) for h, r in zip(hypotheses, references)) / len(references)
     return scores | dict(bleu_signature=str(bleu.get_signature()), chrf_signature=str(chrf.get_signature()))
 
@@ -1032,8 +1056,14 @@ def write_atomically(path, write):
 def save_checkpoint(path, model, tokenizer, **rest):
     """Write model, configuration and tokenizer, and whatever else `rest` holds (tensors, numbers, strings, lists,
     dicts): optimizer state, step, hashes, flags. Raises OSError if the disk will not have it."""
-    content = dict(rest, format=1, config=asdict(model.config), model=model.state_dict(),
-                   tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)  # fmt: skip
+    content = dict(
+        rest,
+        format=1,
+        config=asdict(model.config),
+        model=model.state_dict(),
+        tokenizer=tokenizer.model_bytes,
+        tokenizer_sha256=tokenizer.sha256,
+    )
     try:
         write_atomically(path, lambda temporary: torch.save(content, temporary))
     except RuntimeError as error:  # what torch.save makes of a full disk

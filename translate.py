@@ -1,12 +1,13 @@
 """Translate with a trained checkpoint: one line, a file, a pipe, or a prompt. A line in, a line out, always.
 
-    python translate.py "I am reading a book."
-    python translate.py < in.txt > out.txt
-    python translate.py --input test.en --reference test.de     scores instead of translations, unless --output
-    python translate.py                                         a prompt, if stdin is a terminal
+python translate.py "I am reading a book."
+python translate.py < in.txt > out.txt
+python translate.py --input test.en --reference test.de     scores instead of translations, unless --output
+python translate.py                                         a prompt, if stdin is a terminal
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -21,7 +22,9 @@ BLOCK = 1000  # lines translated before any of them is written: enough to sort b
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser("translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def at_least(kind, least):
         def read(text):
@@ -38,10 +41,18 @@ def parse_arguments(argv):
     parser.add_argument("--output", help="file for the translations (default stdout)")
     parser.add_argument("--reference", help="file of reference translations: print BLEU, chrF2++ and perplexity")
     parser.add_argument("--beam", type=at_least(int, 1), default=4, help="beams; 1 is greedy (default 4)")
-    parser.add_argument("--alpha", type=at_least(float, 0), default=0.6,
-                        help="length penalty ((5+n)/6)^alpha; more favours longer translations (default 0.6)")  # fmt: skip
-    parser.add_argument("--batch-tokens", type=at_least(int, 1), default=8192,
-                        help="padded source tokens times beams in a batch (default 8192)")  # fmt: skip
+    parser.add_argument(
+        "--alpha",
+        type=at_least(float, 0),
+        default=0.6,
+        help="length penalty ((5+n)/6)^alpha; more favours longer translations (default 0.6)",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=at_least(int, 1),
+        default=8192,
+        help="padded source tokens times beams in a batch (default 8192)",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
     parser.add_argument("--threads", type=at_least(int, 1), help="CPU threads (default: PyTorch's choice)")
     args = parser.parse_args(argv)
@@ -70,18 +81,26 @@ class Translator:
         path = args.checkpoint or find_checkpoint()
         device = tf.pick_device(args.device)
         self.model, self.tokenizer, rest = tf.load_checkpoint(path, device)
-        print(f"{path}: step {rest['state']['best_step']}, {self.model.n_parameters():,} parameters, {device}", file=sys.stderr)
+        print(
+            f"{path}: step {rest['state']['best_step']}, {self.model.n_parameters():,} parameters, {device}",
+            file=sys.stderr,
+        )
 
     def lines(self, lines, first=1):
         """Translations, one for each line; `first` is the number of the first line, for messages."""
 
         def too_long(number, tokens):
             self.failed += 1
-            print(f"translate.py: line {first + number} is not translated: {tokens} tokens, the limit is "
-                  f"{self.model.config.max_len}; a blank line stands for it", file=sys.stderr)  # fmt: skip
+            print(
+                f"translate.py: line {first + number} is not translated: {tokens} tokens, the limit is "
+                f"{self.model.config.max_len}; a blank line stands for it",
+                file=sys.stderr,
+            )
 
         a = self.args
-        return tf.translate(self.model, self.tokenizer, lines, a.beam, a.alpha, batch_tokens=a.batch_tokens, on_too_long=too_long)
+        return tf.translate(
+            self.model, self.tokenizer, lines, a.beam, a.alpha, batch_tokens=a.batch_tokens, on_too_long=too_long
+        )
 
     def file(self, lines, out, progress):
         """Translate block by block, writing each as it is done: what is finished is never lost."""
@@ -119,10 +138,16 @@ class Translator:
         print(f"BLEU {lower['bleu']:.2f} with both sides lower-cased", file=sys.stderr)
         if kept:
             nll, tokens = tf.pairs_nll(self.model, *rows)
-            print(f"perplexity {2.718281828459045 ** (nll / tokens):.2f} per piece, {nll / tokens:.4f} nats, over {len(kept)} "
-                  f"of {len(sources)} references", file=sys.stderr)  # fmt: skip
-        print(f"exact matches {scores['exact']:.1%}; {len(sources)} lines in {seconds:.1f} s, {len(sources) / seconds:.1f} a second",
-              file=sys.stderr)  # fmt: skip
+            print(
+                f"perplexity {math.exp(nll / tokens):.2f} per piece, {nll / tokens:.4f} nats, over {len(kept)} "
+                f"of {len(sources)} references",
+                file=sys.stderr,
+            )
+        print(
+            f"exact matches {scores['exact']:.1%}; {len(sources)} lines in {seconds:.1f} s, "
+            f"{len(sources) / seconds:.1f} a second",
+            file=sys.stderr,
+        )
 
     def fits(self, line):
         return 1 < len(self.tokenizer.encode(line)) + 1 <= self.model.config.max_len

@@ -1,26 +1,24 @@
-"""Write demo.tsv: about 12,000 English-Bengali sentence pairs made from a small hand-written grammar.
+"""Write demo.tsv: about 12,800 English-Bengali sentence pairs made from a small hand-written grammar.
 
-    python data/make_demo.py             writes demo.tsv beside this file (--out FILE: elsewhere), after the checks
-    python data/make_demo.py --list      prints each template family with its count and examples, and the word counts
-    python data/make_demo.py --check     builds and checks, writes nothing
+    python data/make_demo.py             writes demo.tsv beside this file (--out FILE: elsewhere), after its checks
+    python data/make_demo.py --list      prints each template family with its count and an example; writes nothing
 
 What it is for: a corpus which a small Transformer learns in minutes on a laptop, whose held-out sentences are unseen
 combinations of seen words, and in which each English sentence has exactly one right answer, so that exact match
 means something.  It is not a sample of real text.  The text was made for this project and has its licence (MIT).
 
-One English sentence, one Bengali sentence.  Bengali marks politeness in the pronoun and the verb; English does not.
-So the English says it, by these rules:
-  you     always follows a vocative.  A title (Sir, Madam, Doctor, Mr Sen, Mrs Roy; plural: Gentlemen, Dear guests,
+Bengali marks politeness in the pronoun and the verb; English does not.  So the English says it, by these rules:
+  you     always comes with a vocative.  A title (Sir, Madam, Doctor, Mr Sen, Mrs Roy; plural: Gentlemen, Dear guests,
           Respected teachers) makes it polite: আপনি, আপনারা.  A first name or My friend (plural: Children, Boys, Girls,
-          Friends) makes it familiar: তুমি, তোমরা.  The same vocative settles "your" and an object "you".
+          Friends) makes it familiar: তুমি, তোমরা.  The same vocative settles "your", an object "you", an imperative.
   nouns   Parents, grandparents, uncles, aunts, titles, guests and people named by their profession are polite (verb
           in -ন); children, students, brothers, sisters, friends, first names and animals are familiar.
   he/she/they  with nothing before them are familiar (সে, তারা); when they, or his/her/their, take up a noun of the
           same sentence they copy its politeness (তিনি, তাঁরা, তাঁর).  As objects they are familiar (তাকে, তাদের).
-  tense   reads = habitual present, is reading = continuous, read = simple past, will read = future.  Present and
-          past statements have a time word, as "I read" alone could be either (not "lives", "knows", "loves").
-Choices kept throughout: জল for water; -টি in "a/two ..." but -টা for "the" thing; -জন for people; the wh-word before
-the verb; time before place and object.
+Also: reads = habitual present, is reading = continuous, read = simple past, will read = future; present and past
+statements have a time word, as "I read" alone could be either (not "lives", "knows", "loves").  জল for water; -টি in
+"a/two ..." but -টা for "the" thing; -জন for people; time before place and object; the wh-word after a definite object
+or a place, but before a bare or counted object (বইটা কে পড়ল, কে ভাত খেল).
 
 Grammar covered: subject-object-verb order; agreement in five persons and four tenses; negation (না, -নি, নই/নও/নয়/নন,
 নেই); yes/no questions with কি, and কী, কে, কোথায়, কখন, কেন, কয়টি; locative, genitive, accusative; classifiers;
@@ -32,6 +30,7 @@ import random
 import re
 import unicodedata
 from collections import Counter, namedtuple
+from functools import partialmethod
 from pathlib import Path
 
 SEED, PERSONS, TENSES = 2017, "123H", "PCAF"   # H: polite second and third person; Present, Continuous, pAst, Future
@@ -52,7 +51,7 @@ def join(*parts):
 
 def finish(subject, en, bn, question):
     """Adds the vocative, the capital and the end marks: a danda or a question mark."""
-    if subject and subject.voc:
+    if subject.voc:
         en, bn = f"{subject.voc}, {en}", f"{subject.voc_bn}, {bn}"
     return en[0].upper() + en[1:] + ("?" if question else "."), bn + ("?" if question else "।")
 
@@ -82,10 +81,8 @@ IS_NOT = dict(zip(PERSONS, "নই নও নয় নন".split()))    # the c
 def conjugate(stem, tense, person, neg=False):
     """পড়, A, 1 -> পড়লাম.  A negated past is the present form with -নি: পড়িনি; the other tenses put না after."""
     present, stems, at = STEMS[stem][0].split(), STEMS[stem][1].split(), PERSONS.index(person)
-    if tense == "P" or tense == "A" and neg:
-        form = present[at]
-    else:
-        form = (stems * 3)["CAF".index(tense)] + ENDINGS[tense][at]
+    as_present = tense == "P" or tense == "A" and neg
+    form = present[at] if as_present else (stems * 3)["CAF".index(tense)] + ENDINGS[tense][at]
     return form + ("" if not neg else "নি" if tense == "A" else " না")
 
 
@@ -96,16 +93,14 @@ Verb = namedtuple("Verb", "base s past ing particle light stem tenses takes")
 
 
 def verbs(table):
-    found = {}
-    for forms, bengali, tenses, takes in rows(table):
-        forms, (light, _, stem) = (forms.split() + [""])[:5], bengali.rpartition(" ")
-        found[forms[0]] = Verb(*forms, light, stem, tenses, takes.split(","))
-    return found
+    split = [((forms.split() + [""])[:5], bengali.rpartition(" "), *rest) for forms, bengali, *rest in rows(table)]
+    return {forms[0]: Verb(*forms, light, stem, tenses, takes.split(","))
+            for forms, (light, _, stem), tenses, takes in split}
 
 
 OBJECT_VERBS = verbs("""
 read reads read reading | পড় | PCAF | book,letter,newspaper,story,poem
-write writes wrote writing | লেখ | PCAF | letter,story,poem,book
+write writes wrote writing | লেখ | PCAF | letter,story,poem
 buy buys bought buying | কেন | PCAF | shirt,sari,hat,bag,pen,umbrella,clock,chair,lamp,bicycle,car,fish,fruit,egg,mango
 sell sells sold selling | বিক্রি কর | PCAF | shirt,sari,hat,bag,flower,boat,cow,goat,fish,vegetables,sweets,banana,clock
 watch watches watched watching | দেখ | PCAF | film,match
@@ -119,48 +114,38 @@ close closes closed closing | বন্ধ কর | PCAF | door,window,shop,box
 clean cleans cleaned cleaning | পরিষ্কার কর | PCAF | room,house,kitchen,table,car,lamp
 look looks looked looking for | খোঁজ | CAF | pen,bag,umbrella,hat,letter,clock,map,cow
 draw draws drew drawing | আঁক | PCAF | picture,map,flower,bird
-learn learns learned learning | শেখ | PCF | Bengali,English,history,music
-sing sings sang singing | গা | PCAF | song
+learn learns learned learning | শেখ | PCF | Bengali,English,history,music; sing sings sang singing | গা | PCAF | song
 play plays played playing | খেল | PCAF | football,cricket,chess""")
 PLACE_VERBS = verbs("""
-work works worked working | কাজ কর | PCAF | work
-sleep sleeps slept sleeping | ঘুমা | PCAF | sleep,tree
-play plays played playing | খেল | PCAF | play,post
-run runs ran running | দৌড়া | PCAF | run
-walk walks walked walking | হাঁট | PCAF | walk,bank
-wait waits waited waiting | অপেক্ষা কর | PCAF | wait,post,tree
-swim swims swam swimming | সাঁতার কাট | PCAF | swim
-talk talks talked talking | কথা বল | PCAF | talk,post,tree,bank
-dance dances danced dancing | নাচ | PCAF | dance
-study studies studied studying | পড়াশোনা কর | PCAF | study
+work works worked working | কাজ কর | PCAF | work; sleep sleeps slept sleeping | ঘুমা | PCAF | sleep,tree
+play plays played playing | খেল | PCAF | play,post; run runs ran running | দৌড়া | PCAF | run
+walk walks walked walking | হাঁট | PCAF | walk,bank; wait waits waited waiting | অপেক্ষা কর | PCAF | wait,post,tree
+swim swims swam swimming | সাঁতার কাট | PCAF | swim; talk talks talked talking | কথা বল | PCAF | talk,post,tree,bank
+dance dances danced dancing | নাচ | PCAF | dance; study studies studied studying | পড়াশোনা কর | PCAF | study
 live lives lived living | থাক | PF | live""")
 GO_VERBS = verbs("""
-go goes went going | যা | PCAF | to
-come comes came coming | আস | PCAF | to
+go goes went going | যা | PCAF | to; come comes came coming | আস | PCAF | to
 return returns returned returning | ফের | PAF | from""")
 GIVE_VERBS = verbs("""
 give gives gave giving | দে | PCAF | book,pen,flower,bag,umbrella,picture,sweets,fruit,money,sari
 send sends sent sending | পাঠা | PCAF | letter,picture,sari,sweets,money,book,clock
 show shows showed showing | দেখা | PCAF | picture,house,letter,map,car,boat,book""")
 PERSON_VERBS = verbs("""
-help helps helped helping | সাহায্য কর | PCAF | acc
-call calls called calling | ডাক | PCAF | acc
-see sees saw seeing | দেখ | PAF | acc
-meet meets met meeting | দেখা কর | PAF | সঙ্গে
-talk talks talked talking to | কথা বল | PCAF | সঙ্গে
-wait waits waited waiting for | অপেক্ষা কর | PCAF | জন্য
-look looks looked looking for | খোঁজ | CAF | acc
-invite invites invited inviting | নিমন্ত্রণ কর | PAF | acc
-thank thanks thanked thanking | ধন্যবাদ দে | PAF | acc
-teach teaches taught teaching | পড়া | PCAF | acc
-love loves loved loving | ভালোবাস | P | acc
-know knows knew knowing | চেন | P | acc""")
+help helps helped helping | সাহায্য কর | PCAF | acc; call calls called calling | ডাক | PCAF | acc
+see sees saw seeing | দেখ | PAF | acc; meet meets met meeting | দেখা কর | PAF | সঙ্গে
+talk talks talked talking to | কথা বল | PCAF | সঙ্গে; wait waits waited waiting for | অপেক্ষা কর | PCAF | জন্য
+look looks looked looking for | খোঁজ | CAF | acc; invite invites invited inviting | নিমন্ত্রণ কর | PAF | acc
+thank thanks thanked thanking | ধন্যবাদ দে | PAF | acc; teach teaches taught teaching | পড়া | PCAF | acc
+love loves loved loving | ভালোবাস | P | acc; know knows knew knowing | চেন | P | acc""")
 FIXED = {"open", "close", "clean"}                    # their habitual object stays definite: "opens the shop every day"
 OWNED = {"look", "open", "close", "clean", "bring", "read"}                   # verbs that go with "my", "his"
-WITHIN_A_DAY = {"eat", "drink", "cook", "sleep", "open", "close", "wait"}     # not "drank tea last week"
+WITHIN_A_DAY = {"eat", "drink", "cook", "sleep", "open", "close", "wait"}     # not "drank tea last week", "on Monday"
 LIVELY = {"play", "run", "swim", "dance"}                                     # not what a grandmother does here
 AVOID = {"write": {"old"}, "draw": {"old"}, "cook": {"hot"}}                  # adjectives the verb makes absurd
-DURABLE = {"car", "bicycle", "clock", "chair", "lamp", "umbrella", "box", "bag", "house", "boat"}  # not bought daily
+DURABLE = {"car", "bicycle", "clock", "chair", "lamp", "umbrella", "box", "bag", "house", "boat",
+           "shirt", "sari", "hat", "pen"}              # not bought or given daily
+ADULT = {"car", "shop", "house", "boat", "horse", "cow"}     # no child's property, and seldom bought by the dozen
+IN_BULK = {"buy", "sell", "bring", "give", "send"}    # the others take two, three or several: not "ate ten eggs"
 
 # ---- nouns: English | Bengali | adjective groups ---------------------------------------------------------------------
 Noun = namedtuple("Noun", "en plural bn adjectives")
@@ -173,9 +158,7 @@ p | new=নতুন,good=ভালো,famous=বিখ্যাত; q | new=ন
 
 
 def plural(noun):
-    if noun.endswith("y"):
-        return noun[:-1] + "ies"
-    return noun + ("es" if noun.endswith(("x", "ch", "o")) else "s")
+    return noun[:-1] + "ies" if noun[-1] == "y" else noun + ("es" if noun.endswith(("x", "ch", "o")) else "s")
 
 
 NOUNS = {en: Noun(en, plural(en), bn, adjectives) for en, bn, adjectives in rows("""
@@ -201,16 +184,8 @@ VOWELS = "অআইঈউঊঋএঐওঔািীুূৃেৈোৌ"
 
 
 def genitive(noun):
-    """-র after a vowel, -এর after a consonant; মায়ের and ভাইয়ের with a glide; a plural in -রা has -দের."""
-    if noun.endswith("রা"):
-        return noun[:-2] + "দের"
-    if noun.split()[-1] in ("মা", "বাবা-মা", "ভাই"):
-        return noun + "য়ের"
-    return noun + ("র" if noun[-1] in VOWELS else "ের")
-
-
-def accusative(noun):
-    return noun[:-2] + "দের" if noun.endswith("রা") else noun + "কে"
+    """-র after a vowel, -এর after a consonant; মায়ের and ভাইয়ের with a glide."""
+    return noun + ("য়ের" if noun.endswith((" মা", "-মা", "ভাই")) else "র" if noun[-1] in VOWELS else "ের")
 
 
 def locative(noun):
@@ -219,13 +194,38 @@ def locative(noun):
 
 
 # ---- subjects --------------------------------------------------------------------------------------------------------
-# pron: the English pronoun that takes the noun up later.  Groups are the persons, with 2 split by politeness.
-Subject = namedtuple("Subject", "en bn person number pron voc voc_bn")
+POSSESSIVE = {"I": "my", "we": "our", "you": "your", "he": "his", "she": "her", "they": "their"}
+OBJECTIVE = {"I": "me", "we": "us", "he": "him", "she": "her", "they": "them"}
+
+
+class Subject(namedtuple("Subject", "en bn person number pron voc voc_bn", defaults=("", "", ""))):
+    """number: I, sg or pl, for the English verb; pron: the English pronoun that takes the noun up; voc: vocative."""
+
+    many = property(lambda self: self.number != "sg")
+    several = property(lambda self: self.many and self.bn not in ("আমি", "তুমি", "আপনি"))   # one "you" is not
+    young = property(lambda self: {self.en.split()[-1], self.voc} & {*"boy girl boys girls children students".split()})
+    objective = property(lambda self: OBJECTIVE.get(self.en, self.en))
+
+    def be(self, was=False):
+        return {"I": "am was", "sg": "is was", "pl": "are were"}[self.number].split()[was]
+
+    def case(self, which):
+        """The genitive (0) or accusative (1) of the Bengali; they are alike in a plural in -রা."""
+        if self.bn in CASES:
+            return CASES[self.bn][which]
+        return self.bn[:-2] + "দের" if self.bn.endswith("রা") else self.bn + "কে" if which else genitive(self.bn)
+
+    def pronoun(self):
+        """The Bengali pronoun that takes the subject up again, with its politeness and number: তিনি after শিক্ষক."""
+        known = {"3sg": "সে", "3pl": "তারা", "Hsg": "তিনি", "Hpl": "তাঁরা"}
+        return self.bn if self.bn in CASES else known[self.person + self.number]
+
+
 CASES = {name: cells for name, *cells in rows("""
 আমি|আমার|আমাকে; আমরা|আমাদের|আমাদের; তুমি|তোমার|তোমাকে; তোমরা|তোমাদের|তোমাদের; আপনি|আপনার|আপনাকে
 আপনারা|আপনাদের|আপনাদের; সে|তার|তাকে; তারা|তাদের|তাদের; তিনি|তাঁর|তাঁকে; তাঁরা|তাঁদের|তাঁদের""")}
-GROUPS = ["1", "2", "2H", "3", "H"]
-SUBJECTS = {"1": [Subject("I", "আমি", "1", "I", "I", "", ""), Subject("we", "আমরা", "1", "pl", "we", "", "")]}
+GROUPS = ["1", "2", "2H", "3", "H"]                      # the persons, with 2 split by politeness
+SUBJECTS = {"1": [Subject("I", "আমি", "1", "I", "I"), Subject("we", "আমরা", "1", "pl", "we")]}
 for group, table in {"3": """
 he|সে|he; she|সে|she; they|তারা|they; the boy|ছেলেটি|he; the girl|মেয়েটি|she; the boys|ছেলেরা|they
 the girls|মেয়েরা|they; the children|বাচ্চারা|they; the students|ছাত্ররা|they; my brother|আমার ভাই|he
@@ -234,8 +234,7 @@ my father|আমার বাবা|he; my mother|আমার মা|she; my gr
 my uncle|আমার কাকা|he; my aunt|আমার মাসি|she; my parents|আমার বাবা-মা|they; the teacher|শিক্ষক|he
 the teachers|শিক্ষকরা|they; the doctor|ডাক্তার|she; the doctors|ডাক্তাররা|they; the farmer|কৃষক|he
 the guests|অতিথিরা|they; Mr Sen|সেনবাবু|he; Mrs Roy|মিসেস রায়|she"""}.items():
-    SUBJECTS[group] = [Subject(en, bn, group, "pl" if pron == "they" else "sg", pron, "", "")
-                       for en, bn, pron in rows(table)]
+    SUBJECTS[group] = [Subject(en, bn, group, "pl" if pron == "they" else "sg", pron) for en, bn, pron in rows(table)]
 for group, table in {"2": """
 Rina|রিনা|তুমি; Mina|মিনা|তুমি; Ratan|রতন|তুমি; Tapan|তপন|তুমি; my friend|বন্ধু|তুমি; children|বাচ্চারা|তোমরা
 boys|ছেলেরা|তোমরা; girls|মেয়েরা|তোমরা; friends|বন্ধুরা|তোমরা""", "2H": """
@@ -243,38 +242,18 @@ sir|স্যার|আপনি; madam|ম্যাডাম|আপনি; doct
 gentlemen|ভদ্রমহোদয়গণ|আপনারা; dear guests|প্রিয় অতিথিরা|আপনারা
 respected teachers|শ্রদ্ধেয় শিক্ষকরা|আপনারা"""}.items():
     SUBJECTS[group] = [Subject("you", bn, group[-1], "pl", "you", voc, voc_bn) for voc, voc_bn, bn in rows(table)]
-ANIMALS = [Subject("the " + word, NOUNS[name].bn + end, "3", number, "it", "", "")
+ANIMALS = [Subject("the " + word, NOUNS[name].bn + end, "3", number, "it")
            for name in ("dog", "cat", "cow", "goat", "horse")
            for word, end, number in ((name, "টা", "sg"), (plural(name), "গুলো", "pl"))]
-WHO = Subject("who", "কে", "3", "sg", "", "", "")
-POSSESSIVE = {"I": "my", "we": "our", "you": "your", "he": "his", "she": "her", "they": "their"}
-OBJECTIVE = {"I": "me", "we": "us", "he": "him", "she": "her", "they": "them"}
+WHO = Subject("who", "", "3", "sg")
 PARTS = [{"my parents", "my father"}, {"my parents", "my mother"}, {"he", "she"}]     # not subject and object at once
 
 
-def young(subject):
-    return {subject.en.split()[-1], subject.voc} & {"boy", "girl", "boys", "girls", "children", "students"}
-
-
 def odd(subject, verb):
-    """Not said here: grandparents at play, children at work or teaching."""
+    """Not said here: grandparents at play, children at work or teaching, guests, teachers or doctors selling."""
     return (verb.base in LIVELY and subject.en in ("my grandfather", "my grandmother") or
-            verb.base in ("work", "teach") and young(subject))
-
-
-def several(subject):
-    return subject.number == "pl" and subject.bn not in ("তুমি", "আপনি")     # one "you" is plural in its verb only
-
-
-def case(subject, which):
-    """The genitive (0) or accusative (1) of a subject's Bengali."""
-    return CASES[subject.bn][which] if subject.bn in CASES else (genitive, accusative)[which](subject.bn)
-
-
-def pronoun(subject):
-    """The Bengali pronoun that takes the subject up again, with its politeness and number: তিনি after শিক্ষক."""
-    known = {"3sg": "সে", "3pl": "তারা", "Hsg": "তিনি", "Hpl": "তাঁরা"}
-    return subject.bn if subject.bn in CASES else known[subject.person + subject.number]
+            verb.base in ("work", "teach", "sell") and subject.young or verb.base == "sell" and
+            (subject.voc or subject.en).split()[-1] in ("guests", "teacher", "teachers", "doctor", "doctors"))
 
 
 # ---- places and times ------------------------------------------------------------------------------------------------
@@ -284,7 +263,7 @@ PLACES = [Place(*cells, flags.split()) for *cells, flags in rows("""
 school|at|স্কুল|go wait study work; college|at|কলেজ|go study work; the office|at|অফিস|go work wait
 the hospital|at|হাসপাতাল|go work wait; the bank|at|ব্যাংক|go work wait; the library|in|লাইব্রেরি|go study work
 the market|at|বাজার|go wait talk work buy; the shop|at|দোকান|go work wait buy; the station|at|স্টেশন|go wait
-the factory|in|কারখানা|go work; the museum|in|জাদুঘর|go work wait; the temple|at|মন্দির|go wait
+the factory|in|কারখানা|work; the museum|in|জাদুঘর|go work wait; the temple|at|মন্দির|go wait
 the hotel|in|হোটেল|go work sleep wait; the garden|in|বাগান|play walk talk work
 the park|in|পার্ক|go play walk run dance talk
 the field|in|মাঠ|go play run work; the street|in|রাস্তা|walk run play; the room|in|ঘর|sleep study dance talk
@@ -292,7 +271,6 @@ the kitchen|in|রান্নাঘর|talk work; the roof|on|ছাদ|sleep w
 the sea|in|সমুদ্র|swim; the village|in|গ্রাম|go live work; the city|in|শহর|go live work; Dhaka|in|ঢাকা|far live
 Kolkata|in|কলকাতা|far live; Delhi|in|দিল্লি|far live; Puri|in|পুরী|far live; home|at|বাড়ি|sleep study work""")]
 WITH_FLAG = {flag: [place for place in PLACES if flag in place.flags] for place in PLACES for flag in place.flags}
-POSTPOSITIONS = [("in front of", "সামনে"), ("behind", "পিছনে"), ("near", "কাছে")]
 BY = {"go": [("by bus", "বাসে"), ("by bicycle", "সাইকেলে"), ("by rickshaw", "রিকশায়"), ("on foot", "পায়ে হেঁটে")],
       "far": [("by bus", "বাসে"), ("by train", "ট্রেনে"), ("by car", "গাড়িতে"), ("by plane", "প্লেনে")]}
 # Present habits; Month: habits too rare for "every day"; then the other tenses.  ~ puts the adverb before the verb.
@@ -307,14 +285,14 @@ soon=শীঘ্রই,on Sunday=রবিবার""")}
 EXISTENCE = [(en, bn, names.split(",")) for en, bn, names in rows("""
 in the room|ঘরে|chair,table,lamp,clock,box,picture,guest,cat; in the kitchen|রান্নাঘরে|table,chair,lamp,window,cat
 in the garden|বাগানে|tree,flower,bird,chair,goat; in the field|মাঠে|cow,goat,horse,tree,bird
-in the village|গ্রামে|house,shop,teacher,doctor,artist; in the hospital|হাসপাতালে|doctor,room,window
-in the school|স্কুলে|teacher,student,room,door; in the bag|ব্যাগে|book,pen,letter,umbrella,map
+in the village|গ্রামে|house,shop,teacher,doctor,artist; in the hospital|হাসপাতালে|doctor,window,chair
+in the school|স্কুলে|teacher,student,door; in the bag|ব্যাগে|book,pen,letter,umbrella,map
 in the box|বাক্সে|letter,shirt,sari,egg,mango,hat; on the table|টেবিলের উপর|book,pen,lamp,letter,banana,egg,newspaper
 under the tree|গাছের নিচে|dog,cat,cow,bicycle,chair; in front of the house|বাড়ির সামনে|car,bicycle,tree,dog
 behind the shop|দোকানের পিছনে|house,tree,cat,car; near the station|স্টেশনের কাছে|shop,house,tree,car
 on the roof|ছাদে|bird,cat,chair,table; by the river|নদীর ধারে|house,boat,tree,cow,bird
 in the hotel|হোটেলে|guest,room,artist,journalist; in the office|অফিসে|engineer,lawyer,journalist,table,clock
-in the city|শহরে|lawyer,artist,doctor,engineer,shop; in the library|লাইব্রেরিতে|book,map,newspaper,student,chair
+in the city|শহরে|lawyer,artist,doctor,engineer; in the library|লাইব্রেরিতে|book,map,newspaper,student,chair
 in the street|রাস্তায়|car,dog,shop,horse""")]
 STATES = pairs_of("tired=ক্লান্ত,happy=খুশি,ill=অসুস্থ,busy=ব্যস্ত,hungry=ক্ষুধার্ত,thirsty=তৃষ্ণার্ত")
 TRAITS = pairs_of("honest=সৎ,famous=বিখ্যাত,brave=সাহসী,kind=দয়ালু,strong=শক্তিশালী,poor=গরিব,rich=ধনী,healthy=সুস্থ")
@@ -332,8 +310,8 @@ ALL_VERBS = {**PLACE_VERBS, **GIVE_VERBS, **GO_VERBS, **OBJECT_VERBS}         # 
 class Grammar:
     """Builds phrases and clauses, each as (English, Bengali), with every choice taken from one random generator."""
 
-    def __init__(self, seed):
-        self.rng, self.cycles = random.Random(seed), {}
+    def __init__(self):
+        self.rng, self.cycles = random.Random(SEED), {}
         self.pick = self.rng.choice
 
     def chance(self, p):
@@ -347,48 +325,42 @@ class Grammar:
         return self.cycles[name].pop()
 
     # ---- phrases
-    def adjective(self, noun, p, avoid=()):
-        words = [pair for key in noun.adjectives for pair in ADJECTIVES[key].items() if pair[0] not in avoid]
-        return self.pick(words) if words and self.chance(p) else ("", "")
+    def noun(self, name, det, p=0.4, avoid=(), owner=None):
+        """A noun with its determiner: a, a number, how many, any, no; the, this, that, these; or one of
+        bare (books), plural (the books), mass (tea), own (his book, if the owner is a man).
 
-    def counted(self, name, det, p=0.4, avoid=()):
-        """a / two / how many / any / no / bare + noun; the classifier is -জন for people, -টি for the rest."""
-        noun, classifier = NOUNS[name], "জন" if name in PEOPLE else "টি"
-        adj, adj_bn = self.adjective(noun, p, avoid)
-        if det == "a":
-            en = join(adj, noun.en)
-            return ("an " if en[0] in "aeiou" else "a ") + en, join("এক" + classifier, adj_bn, noun.bn)
-        number = {"how many": "কয়" + classifier, "any": "কোনো", "no": "কোনো", "bare": ""}.get(det)
-        number = NUMBERS[det] + classifier if number is None else number
-        return join("" if det == "bare" else det, adj, noun.plural), join(number, adj_bn, noun.bn)
-
-    def definite(self, name, det, subject=None, p=0.4, avoid=()):
-        """the / this / that / these / plural / own + noun: -টা, plural -গুলো.  own: his, if the subject is a man."""
-        noun, many = NOUNS[name], det in ("these", "plural")
-        adj, adj_bn = self.adjective(noun, p, avoid)
-        dem = {"this": "এই", "that": "ওই", "these": "এই"}.get(det, "")
+        Counted nouns take -জন for people, -টি for the rest; definite ones -টা, plural -গুলো.  p: of an adjective."""
+        noun, number = NOUNS[name], {"a": "এক", "how many": "কয়", **NUMBERS}.get(det)
+        adjectives = [pair for key in noun.adjectives for pair in ADJECTIVES[key].items() if pair[0] not in avoid]
+        adj, adj_bn = self.pick(adjectives) if adjectives and self.chance(p) else ("", "")
+        end = {"these": "গুলো", "plural": "গুলো"}.get(det, "টা" if det in ("the", "this", "that", "own") else "")
+        en = join(adj, noun.en if end == "টা" or det in ("a", "mass") else noun.plural)
+        det_bn = (number + ("জন" if name in PEOPLE else "টি") if number else
+                  {"this": "এই", "that": "ওই", "these": "এই", "any": "কোনো", "no": "কোনো"}.get(det, ""))
         if det == "own":
-            who = subject if subject and subject.en != "who" else SUBJECTS["1"][0]
-            det, dem = POSSESSIVE[who.pron], CASES[pronoun(who)][0]
-        return (join("the" if det == "plural" else det, adj, noun.plural if many else noun.en),
-                join(dem, adj_bn, noun.bn + ("গুলো" if many else "টা")))
+            who = owner if owner and owner != WHO else SUBJECTS["1"][0]
+            det, det_bn = POSSESSIVE[who.pron], CASES[who.pronoun()][0]
+        det = {"a": "an" if en[0] in "aeiou" else "a", "bare": "", "mass": "", "plural": "the"}.get(det, det)
+        return join(det, en), join(det_bn, adj_bn, noun.bn + end)
 
     def thing(self, verb, tense, neg, subject, name=None, p=0.4):
         """An object for the verb.  Habits take bare plurals; a negated verb, no "a" or number (whose scope?)."""
-        names = [n for n in verb.takes if tense != "P" or verb.base in FIXED or verb.base == "sell" or n not in DURABLE]
-        name, avoid = name or self.pick(names), AVOID.get(verb.base, ())
-        noun = NOUNS[name]
-        if not noun.plural:
-            adj, adj_bn = self.adjective(noun, p * 0.7, avoid)
-            return join(adj, noun.en), join(adj_bn, noun.bn)
-        if tense == "P" and verb.base not in FIXED:
-            return self.counted(name, "bare", p * 0.6, avoid)
-        if not neg and verb.base not in FIXED and self.chance(0.5):
-            numbers = [] if tense == "C" or verb.base == "look" else NUMBERS
-            return self.counted(name, self.pick(["a", "a", "a", *numbers]), p, avoid)
-        kinds = ["the", "the", "this", "that", "these", "plural"] + ["own"] * 3 * (verb.base in OWNED)
-        kinds = ["the", "plural"] if verb.base in ("write", "draw") else kinds             # "this" is there already
-        return self.definite(name, self.pick(kinds), subject, p, avoid)
+        fixed, avoid = verb.base in FIXED, AVOID.get(verb.base, ())
+        name = name or self.pick([noun for noun in verb.takes
+                                  if tense != "P" or fixed or verb.base == "sell" or noun not in DURABLE])
+        if not NOUNS[name].plural:
+            return self.noun(name, "mass", p * 0.7, avoid)
+        if tense == "P" and not fixed:
+            return self.noun(name, "bare", p * 0.6, avoid)
+        if not neg and not fixed and self.chance(0.5):
+            numbers = ([] if tense == "C" or verb.base == "look" or name in ADULT or name == "bicycle" else
+                       NUMBERS if verb.base in IN_BULK else ["two", "three", "several"])
+            return self.noun(name, self.pick(["a", "a", "a", *numbers]), p, avoid)
+        own = verb.base in OWNED and name != "flower" and not (subject and subject.young and name in ADULT)
+        kinds = (["the", "plural"] if verb.base in ("write", "draw") else            # "this" would be there already
+                 ["the"] if name == "kitchen" else
+                 ["the", "the", "this", "that", "these", "plural"] + ["own"] * 3 * own)
+        return self.noun(name, self.pick(kinds), p, avoid, subject)
 
     def subject(self, group=None):
         return self.pick(SUBJECTS[group or self.pick(GROUPS)])
@@ -397,15 +369,14 @@ class Grammar:
         """A second person in the sentence.  "you" needs the vocative for itself, so it comes with I and we only."""
         while True:
             other = self.subject(self.pick(["1", "2", "2H", "3", "3", "H", "H"]))
-            if verb == "teach" and (not young(other) or other.voc):
-                continue
-            if other.en == "you" and subject.person != "1" or other.person == subject.person == "1":
-                continue
-            if other.en == subject.en or {other.en, subject.en} in PARTS:
-                continue
-            if subject.voc and other.en.split()[-1] == subject.voc.split()[-1]:        # Doctor, you ... the doctor
-                continue
-            return other
+            # One loves children, or within the family.
+            family = other.en.startswith("my ") and (subject.person == "1" or subject.en.startswith("my "))
+            if not (verb == "teach" and (not other.young or other.voc) or
+                    verb == "love" and not other.young and not family or
+                    other.en == "you" and subject.person != "1" or other.person == subject.person == "1" or
+                    other.en == subject.en or {other.en, subject.en} in PARTS or
+                    subject.voc and other.en.split()[-1] == subject.voc.split()[-1]):    # Doctor, you ... the doctor
+                return other
 
     def place(self, flag):
         """Where something happens: a locative, or a genitive with a postposition."""
@@ -413,159 +384,150 @@ class Grammar:
             return ("under the tree", "গাছের নিচে") if flag == "tree" else ("by the river", "নদীর ধারে")
         if flag == "post":
             place = self.pick([p for p in WITH_FLAG["go"] if p.en.startswith("the ") and "live" not in p.flags])
-            en, bn = self.pick(POSTPOSITIONS)
+            en, bn = self.pick([("in front of", "সামনে"), ("behind", "পিছনে"), ("near", "কাছে")])
             return f"{en} {place.en}", f"{genitive(place.bn)} {bn}"
         place = self.pick(WITH_FLAG[flag])
         return f"{place.at} {place.en}", locative(place.bn)
+
+    def goal(self, verb, *flags):
+        place = self.pick([place for flag in flags for place in WITH_FLAG[flag]])
+        return f"{verb.takes[0]} {place.en}", place.bn + " থেকে" if verb.base == "return" else locative(place.bn)
 
     def time(self, tense, base="", p=None, plain=False):
         """A time phrase, always with present and past (see the rule at the top).  plain: not "often", not "soon"."""
         if not self.chance({"P": 1, "C": 0.5, "A": 1, "F": 0.8}[tense] if p is None else p):
             return "", ""
-        times = TIMES["Month" if tense == "P" and base in ("far", "invite", "thank") else tense]
-        return self.pick([t for t in times if not (plain and (t[0][0] == "~" or t[0] == "soon")) and
-                          not (base in WITHIN_A_DAY and "week" in t[0])])
+        rare = tense == "P" and base in ("far", "give", "send", "show", "invite", "thank")
+        return self.pick([t for t in TIMES["Month" if rare else tense] if not (
+            plain and (t[0][0] == "~" or t[0] == "soon") or
+            base == "sleep" and t[0] == "every morning" or
+            base in WITHIN_A_DAY and ("week" in t[0] or t[0].startswith("on ")))])
 
     # ---- clauses
     def clause(self, subject, verb, tense, rest, time=("", ""), neg=False, ask="", wh_bn="", part=False):
         """One clause.  ask: "yn" or the English wh-word, and wh_bn its Bengali.  part: of a longer sentence."""
-        if tense not in verb.tenses or odd(subject, verb) or ask and subject.person == "1" and tense != "F":
-            return None                                                          # "Am I eating fish?"
-        many = subject.number != "sg"
-        be = {"I": "am", "sg": "is", "pl": "are"}[subject.number]
-        aux = {"P": "do" if many else "does", "C": be, "A": "did", "F": "will"}[tense]
-        main, question = verb.ing if tense == "C" else verb.base, ask and subject.en != "who"
+        if tense not in verb.tenses or odd(subject, verb) or (
+                ask and subject.person == "1" and (tense != "F" or subject.en == "I")):     # "Am I eating fish?"
+            return None
+        aux = {"P": "do" if subject.many else "does", "C": subject.be(), "A": "did", "F": "will"}[tense]
+        main, question = verb.ing if tense == "C" else verb.base, ask and subject != WHO
         if tense in "PA" and not neg and not question:          # no do-support: the verb itself carries the tense
-            aux, main = "", verb.past if tense == "A" else verb.base if many else verb.s
+            aux, main = "", verb.past if tense == "A" else verb.base if subject.many else verb.s
         early, late = (time[0][1:], "") if time[0].startswith("~") else ("", time[0])
         core = join(aux, subject.en) if question else join(subject.en, aux)
         en = join(ask if question and ask != "yn" else "", core, "not" if neg else "", early, main, verb.particle,
                   rest[0], late)
-        form = conjugate(verb.stem, tense, subject.person, neg)
-        if subject.en == "who":
-            bn = join(time[1], rest[1], "কে", verb.light, form)
-        else:
-            bn = join(subject.bn, "কি" if ask == "yn" else "", time[1], rest[1], wh_bn, verb.light, form)
+        # The wh-word follows a definite object and a place, but a bare or counted object stays at its verb.
+        asked = [rest[1], wh_bn] if ask == "what" or rest[1].endswith(("টা", "গুলো")) else [wh_bn, rest[1]]
+        bn = join(subject.bn, "কি" if ask == "yn" else "", time[1], *asked, verb.light,
+                  conjugate(verb.stem, tense, subject.person, neg))
         return (en, bn) if part else finish(subject, en, bn, ask)
 
-    def mood(self):
-        """(negated, asked): mostly plain statements."""
+    def mood(self):                                             # (negated, asked): mostly plain statements
         return self.pick([(False, "")] * 4 + [(True, ""), (True, ""), (False, "yn")])
 
-    # ---- the template families; each docstring has one pair, and what to look for in an attention map
-    def plain(self, family, neg=False, ask=""):
+    # ---- the template families; each docstring says what to look for in an attention map
+    def statement(self, family="statement", neg=False, ask=""):
+        """SVO against SOV: the verb's arc crosses."""
         name, group, tense = self.cell(family, OBJECT_VERBS, GROUPS, TENSES)
         verb, subject = OBJECT_VERBS[name], self.subject(group)
         time = self.time(tense, name, 0.6 if ask else None, plain=neg)
         return self.clause(subject, verb, tense, self.thing(verb, tense, neg, subject), time, neg, ask)
 
-    def statement(self):
-        """The boy is reading a new book. = ছেলেটি একটি নতুন বই পড়ছে।  (SVO against SOV: the verb's arc crosses)"""
-        return self.plain("statement")
-
-    def negation(self):
-        """My aunt did not open the door yesterday. = আমার মাসি গতকাল দরজাটা খোলেননি।  ("did not" becomes -নি)"""
-        return self.plain("negation", neg=True)
-
-    def yes_no(self):
-        """Sir, will you buy the red bag? = স্যার, আপনি কি লাল ব্যাগটা কিনবেন?  (আপনি looks at the vocative)"""
-        return self.plain("yes_no", ask="yn")
+    negation = partialmethod(statement, "negation", neg=True)           # "did not" becomes -নি at the end
+    yes_no = partialmethod(statement, "yes_no", ask="yn")               # আপনি looks at the vocative
 
     def wh(self):
-        """Where did Rina buy the hat? = রিনা টুপিটা কোথায় কিনল?  (the wh-word moves from the front to the verb)"""
+        """The wh-word moves from the front to the verb, or to the bare noun before it."""
         word, name, tense = self.cell("wh", ["what", "where", "when", "why", "who", "how many"], OBJECT_VERBS, TENSES)
-        verb, subject = OBJECT_VERBS[name], WHO if word == "who" else self.subject()
-        time = self.time(tense, name, None if word == "who" else 0.6, plain=True)
-        if word == "who":
-            return self.clause(WHO, verb, tense, self.thing(verb, tense, False, WHO), time, ask="who")
+        verb, subject, rest = OBJECT_VERBS[name], WHO if word == "who" else self.subject(), ("", "")
+        time, neg = self.time(tense, name, None if word == "who" else 0.6, plain=True), False
+        wh_bn = {"what": "কী", "where": "কোথায়", "when": "কখন", "why": "কেন", "who": "কে"}.get(word)
         if word == "what":
-            place = self.place("buy") if name in ("buy", "sell") and self.chance(0.5) else ("", "")
-            return (name not in ("drink", "sing", "listen", "open", "close", "clean") and
-                    self.clause(subject, verb, tense, place, time, ask="what", wh_bn="কী"))
-        if word == "how many":
-            if name not in ("buy", "sell", "read", "write", "bring", "draw", "eat", "clean") or tense not in "AF":
+            if name in ("drink", "sing", "listen", *FIXED):
                 return None
-            ask, ask_bn = self.counted(self.pick([n for n in verb.takes if NOUNS[n].plural]), "how many", 0.4,
+            rest = self.place("buy") if name in ("buy", "sell") and self.chance(0.5) else rest
+        elif word == "how many":
+            if name not in ("buy", "sell", "read", "write", "bring", "draw", "eat") or tense not in "AF":
+                return None
+            word, wh_bn = self.noun(self.pick([n for n in verb.takes if NOUNS[n].plural]), word, 0.4,
                                        AVOID.get(name, ()))
-            return self.clause(subject, verb, tense, ("", ""), time, ask=ask, wh_bn=ask_bn)
-        if word == "when" and tense == "C" or subject.en == "I":
+        elif word == "when" and tense == "C" or word == "where" and name in FIXED:
             return None
-        wh_bn = {"where": "কোথায়", "when": "কখন", "why": "কেন"}[word]
-        return self.clause(subject, verb, tense, self.thing(verb, tense, True, subject),
-                           time if word == "why" else ("", ""), word == "why" and self.chance(0.3), word, wh_bn)
+        else:
+            rest = self.thing(verb, tense, word != "who", subject)
+            time = ("", "") if word in ("where", "when") else time
+            neg = word == "why" and self.chance(0.3)
+        return self.clause(subject, verb, tense, rest, time, neg, word, wh_bn)
 
     def motion(self):
-        """We went to the village by bus yesterday. = আমরা গতকাল বাসে গ্রামে গেলাম।  (to, from, by, with are endings)"""
+        """to, from, by, with are endings and postpositions."""
         name, group, tense = self.cell("motion", GO_VERBS, GROUPS, TENSES)
         verb, subject, kind = GO_VERBS[name], self.subject(group), "far" if self.chance(0.25) else "go"
-        place = self.pick(WITH_FLAG[kind])
-        en, bn = f"{verb.takes[0]} {place.en}", place.bn + " থেকে" if name == "return" else locative(place.bn)
+        en, bn = self.goal(verb, kind)
         extra, other = self.pick(["", "by", "with", "house"]), self.other(subject)
         if extra == "by":
-            en, bn = (f"{en} {by}" if at else f"{by} {bn}" for at, by in zip((1, 0), self.pick(BY[kind])))
+            by, by_bn = self.pick(BY[kind])
+            en, bn = f"{en} {by}", f"{by_bn} {bn}"
         elif extra == "with":
-            en, bn = f"{en} with {OBJECTIVE.get(other.en, other.en)}", f"{case(other, 0)} সঙ্গে {bn}"
+            en, bn = f"{en} with {other.objective}", f"{other.case(0)} সঙ্গে {bn}"
         elif extra == "house" and name != "return":
-            if other.en in POSSESSIVE or other.number == "pl":
+            if (other.en in POSSESSIVE or other.number == "pl" or other.en in ("my father", "my mother") or
+                    subject.en.startswith("my grand") and other.en.startswith("my grand")):
                 return None
-            en, bn, kind = f"to {other.en}'s house", f"{case(other, 0)} বাড়িতে", "go"
+            en, bn, kind = f"to {other.en}'s house", f"{other.case(0)} বাড়িতে", "go"
         neg, ask = self.mood()
         return other.en != "you" and self.clause(subject, verb, tense, (en, bn), self.time(tense, kind, plain=neg), neg,
                                                  ask)
 
     def at_place(self):
-        """The children are playing in the field. = বাচ্চারা মাঠে খেলছে।  ("in" has no word: it looks at the ending)"""
+        """ "in" and "at" have no word: they look at the ending."""
         name, group, tense = self.cell("at_place", PLACE_VERBS, GROUPS + ["animal"], TENSES)
-        verb, subject = PLACE_VERBS[name], self.pick(ANIMALS) if group == "animal" else self.subject(group)
-        flag = self.pick(verb.takes)
-        if group == "animal":
-            flag = {"sleep": self.pick(["tree", "post"]), "run": "run"}.get(name)
-        if not flag or name == "play" and subject.person == "H" or name == "talk" and not several(subject):
+        verb, animal = PLACE_VERBS[name], group == "animal"
+        subject, flag = self.pick(ANIMALS) if animal else self.subject(group), self.pick(verb.takes)
+        if animal:
+            flag = {"sleep": self.pick(["tree", "post"]), "run": "run"}.get(name) if tense != "F" else ""
+        if not flag or name == "play" and subject.person == "H" or name == "talk" and not subject.several:
             return None
         neg, ask = self.mood()
-        time = ("", "") if name == "live" else self.time(tense, name, plain=neg)
+        time = ("", "") if name == "live" else self.time(tense, "sleep" if animal else name, plain=neg)
         return self.clause(subject, verb, tense, self.place(flag), time, neg, ask)
 
-    def giving(self):
-        """My uncle sent me a letter yesterday. = আমার কাকা গতকাল আমাকে একটি চিঠি পাঠালেন।  (-কে: who gets it)"""
-        name, group, tense = self.cell("giving", GIVE_VERBS, GROUPS + ["1"], TENSES)
-        verb, subject, (neg, ask) = GIVE_VERBS[name], self.subject(group), self.mood()
-        other, (en, bn) = self.other(subject), self.thing(verb, tense, neg, subject)
+    def to_person(self, family="to_person", verbs=PERSON_VERBS):
+        """The verb chooses the case."""
+        name, group, tense = self.cell(family, verbs, GROUPS + ["1"], TENSES)
+        verb, subject, (neg, ask) = verbs[name], self.subject(group), self.mood()
+        other, giving = self.other(subject, name), family == "giving"
+        en, bn = self.thing(verb, tense, neg, subject) if giving else ("", "")
+        after = "" if giving or verb.takes == ["acc"] else verb.takes[0]
+        rest = join(other.objective, en), join(other.case(0 if after else 1), after, bn)
         subject = subject._replace(voc=subject.voc or other.voc, voc_bn=subject.voc_bn or other.voc_bn)
-        rest = join(OBJECTIVE.get(other.en, other.en), en), join(case(other, 1), bn)
-        return self.clause(subject, verb, tense, rest, self.time(tense, plain=neg), neg, ask)
+        time = ("", "") if name in ("love", "know") else self.time(tense, name, plain=neg)
+        return self.clause(subject, verb, tense, rest, time, neg, ask)
 
-    def to_person(self):
-        """Rina is waiting for the doctor. = রিনা ডাক্তারের জন্য অপেক্ষা করছে।  (the verb chooses the case)"""
-        name, group, tense = self.cell("to_person", PERSON_VERBS, GROUPS + ["1"], TENSES)
-        verb, subject, (neg, ask) = PERSON_VERBS[name], self.subject(group), self.mood()
-        other = self.other(subject, name)
-        bn = case(other, 1) if verb.takes == ["acc"] else f"{case(other, 0)} {verb.takes[0]}"
-        subject = subject._replace(voc=subject.voc or other.voc, voc_bn=subject.voc_bn or other.voc_bn)
-        return self.clause(subject, verb, tense, (OBJECTIVE.get(other.en, other.en), bn),
-                           ("", "") if name in ("love", "know") else self.time(tense, name, plain=neg), neg, ask)
+    giving = partialmethod(to_person, "giving", GIVE_VERBS)             # -কে: who gets it
 
     def possession(self):
-        """The farmer has two white cows. = কৃষকের দুটি সাদা গরু আছে।  (the owner is a genitive, "has" is আছে)"""
+        """The owner is a genitive, "has" is আছে."""
         group, form, was = self.cell("possession", GROUPS, ["has", "has", "not", "any", "how many"],
                                      [False, False, True])
         subject, name = self.subject(group), self.pick(GOODS + ["brother", "sister", "friend"])
-        det = {"has": self.pick(["a", "a", *NUMBERS]), "not": "any"}.get(form, form)
-        ask, neg, many = form in ("any", "how many"), form == "not", subject.number != "sg"
-        if name in FAMILIAR and (det == "a" or name in subject.en + subject.voc) or ask and group == "1":
+        numbers = ["two", "three"] if name in ("brother", "sister") else ["a", "a", *NUMBERS]
+        det = {"has": self.pick(numbers), "not": "any"}.get(form, form)
+        ask, neg, many = form in ("any", "how many"), form == "not", subject.many
+        if name in FAMILIAR and (was or det == "a" or name in subject.en + subject.voc) or (
+                ask and group == "1" or name in ADULT and subject.young):
             return None
-        en, bn = self.counted(name, det)
+        en, bn = self.noun(name, det)
         aux = "did" if was else "do" if many else "does"
-        if ask:
-            text = f"{aux} {subject.en} have {en}" if form == "any" else f"{en} {aux} {subject.en} have"
-        else:
-            has = f"{aux} not have" if neg else "had" if was else "have" if many else "has"
-            text = f"{subject.en} {has} {en}"
+        has = f"{aux} not have" if neg else "had" if was else "have" if many else "has"
+        text = {"any": f"{aux} {subject.en} have {en}", "how many": f"{en} {aux} {subject.en} have"}.get(
+            form, f"{subject.en} {has} {en}")
         end = ("ছিল না" if was else "নেই") if neg else "ছিল" if was else "আছে"
-        return finish(subject, text, join(case(subject, 0), "কি" if form == "any" else "", bn, end), ask)
+        return finish(subject, text, join(subject.case(0), "কি" if form == "any" else "", bn, end), ask)
 
     def copula(self):
-        """The teacher's house is not big. = শিক্ষকের বাড়িটা বড় নয়।  (no "is"; but "is not" agrees: নই নও নয় নন)"""
+        """No "is"; but "is not" agrees: নই নও নয় নন."""
         kind, group, was, neg = self.cell("copula", ["quality", "quality", "profession", "thing", "thing"], GROUPS,
                                           [False, False, True], [False, True])
         subject, time, degree = self.subject(group), ("", ""), not neg and self.chance(0.35)
@@ -577,131 +539,119 @@ class Grammar:
             if en in STATES and self.chance(0.6):
                 time = ("yesterday", "গতকাল") if was else ("today", "আজ")
         elif kind == "profession":
-            if was or young(subject) or subject.en.startswith("the ") or subject.voc.split(" ")[-1] in (
+            if was or subject.young or subject.en.startswith("the ") or subject.voc.split(" ")[-1] in (
                     "doctor", "teachers", "guests"):
                 return None
-            en, bn = self.counted(self.pick(PROFESSIONS), "bare" if several(subject) else "a", 0.3)
+            en, bn = self.noun(self.pick(PROFESSIONS), "bare" if subject.several else "a", 0.3 * (not neg))
             bn, degree = bn.removeprefix("একজন ") if neg else bn, False       # শিক্ষক নই: negated, it is not counted
         else:
             name = self.pick([n for n in [*GOODS, "story", "poem", "film", "song", "picture"] if
                               len(NOUNS[n].adjectives) > 1 and "w" not in NOUNS[n].adjectives])
             en, bn = self.pick([pair for key in NOUNS[name].adjectives for pair in ADJECTIVES[key].items()])
-            colour = en in ADJECTIVES["k"]
-            degree, number, voc = degree and not colour, "sg", (subject.voc, subject.voc_bn)
+            if name in ADULT and subject.young:
+                return None
+            colours, number = ADJECTIVES["k"], "sg"
+            degree = degree and en not in colours
             if subject.en in POSSESSIVE:
-                owned = self.definite(name, "own", subject, 0)
+                owned = self.noun(name, "own", 0, owner=subject)
             elif self.chance(0.5):                                # the red bag is cheap: one adjective in, one out
                 det = self.pick(["the", "this", "that", "these", "plural"])
-                red = self.chance(0.6) and not colour and "k" in NOUNS[name].adjectives
-                owned = self.definite(name, det, None, red, set().union(*ADJECTIVES.values()) - set(ADJECTIVES["k"]))
+                red = self.chance(0.6) and en not in colours and "k" in NOUNS[name].adjectives
+                owned = self.noun(name, det, red, set().union(*ADJECTIVES.values()) - set(colours))
                 number = "pl" if det in ("these", "plural") else "sg"
             else:
                 ending = "'" if subject.en.endswith("s") and subject.number == "pl" else "'s"
-                owned = f"{subject.en}{ending} {name}", f"{case(subject, 0)} {NOUNS[name].bn}টা"
-            subject = Subject(*owned, "3", number, "", *voc)
+                owned = f"{subject.en}{ending} {name}", f"{subject.case(0)} {NOUNS[name].bn}টা"
+            subject = Subject(*owned, "3", number, "", subject.voc, subject.voc_bn)
         en, bn = (f"very {en}", f"খুব {bn}") if degree else (en, bn)
-        be = ({"I": "was", "sg": "was", "pl": "were"} if was else {"I": "am", "sg": "is", "pl": "are"})[subject.number]
-        core = join(be, subject.en) if ask else join(subject.en, be)
+        core = join(subject.be(was), subject.en) if ask else join(subject.en, subject.be(was))
         end = WAS[subject.person] + " না" * neg if was else IS_NOT[subject.person] if neg else ""
         return finish(subject, join(core, "not" if neg else "", en, time[0]),
                       join(subject.bn, "কি" if ask else "", time[1], bn, end), ask)
 
     def existence(self):
-        """There are two chairs in the room. = ঘরে দুটি চেয়ার আছে।  (people count with -জন, polite ones take আছেন)"""
-        spot, form, was = self.cell("existence", EXISTENCE, ["is", "is", "is", "no", "any", "how many"],
-                                    [False, False, True])
-        place, place_bn, names = spot
+        """People count with -জন, and polite ones take আছেন."""
+        (place, place_bn, names), form, was = self.cell(
+            "existence", EXISTENCE, ["is", "is", "is", "no", "any", "how many"], [False, False, True])
         name, det = self.pick(names), self.pick(["a", *NUMBERS]) if form == "is" else form
-        en, bn = self.counted(name, det)
+        en, bn = self.noun(name, det)
         be = ("was" if det == "a" else "were") if was else "is" if det == "a" else "are"
-        polite = "েন" if name in PEOPLE and name not in FAMILIAR else ""
+        polite = "েন" if name in PEOPLE - FAMILIAR else ""
         have = "ছিল" + polite if was else "আছ" + (polite or "ে")
         have = (have + " না" if was else "নেই") if form == "no" else have
         text = {"any": f"{be} there {en} {place}", "how many": f"{en} {be} there {place}"}.get(
             form, f"there {be} {en} {place}")
-        return finish(None, text, join(place_bn, "কি" if form == "any" else "", bn, have), form in ("any", "how many"))
+        return finish(WHO, text, join(place_bn, "কি" if form == "any" else "", bn, have), form in ("any", "how many"))
 
     def infinitive(self):
-        """The boy wants to draw a map. = ছেলেটি একটি মানচিত্র আঁকতে চায়।  ("has to": the subject turns accusative)"""
+        """ "has to": the subject turns accusative."""
         modal, name, group = self.cell("infinitive", ["want", "not want", "can", "cannot", "like", "have"],
                                        [*OBJECT_VERBS, *GO_VERBS, "swim", "sleep", "work", "study"], GROUPS)
-        verb, subject = ALL_VERBS[name], self.subject(group)
-        many = subject.number != "sg"
+        verb, subject, neg = ALL_VERBS[name], self.subject(group), "not" in modal
         if modal == "like" and name in ("look", "open", "close", "bring", "come", "return", "go", "sell") or (
                 modal in ("can", "cannot") and name == "look" or odd(subject, verb)):
             return None
-        if name in OBJECT_VERBS:
-            rest = self.thing(verb, "P" if modal == "like" else "F", "not" in modal, subject)
-        elif name in GO_VERBS:
-            place = self.pick(WITH_FLAG["go"] + WITH_FLAG["far"])
-            rest = f"{verb.takes[0]} {place.en}", place.bn + " থেকে" if name == "return" else locative(place.bn)
-        else:
-            rest = self.place(verb.takes[0])
+        rest = (self.thing(verb, "P" if modal == "like" else "F", neg, subject) if name in OBJECT_VERBS else
+                self.goal(verb, "go", "far") if name in GO_VERBS else self.place(verb.takes[0]))
         ask = (modal in ("can", "have") or modal == "want" and group != "1") and self.chance(0.35)
         time = self.time("F", name, 0.4, plain=True) if modal in ("want", "have", "cannot") else ("", "")
-        base, do = join(verb.base, verb.particle, rest[0], time[0]), "do" if many else "does"
+        base, do = join(verb.base, verb.particle, rest[0], time[0]), "do" if subject.many else "does"
         if modal in ("can", "cannot"):
             text = join(modal, subject.en, base) if ask else join(subject.en, modal, base)
-        elif ask or modal == "not want":
+        elif ask or neg:
             text = f"{do} {subject.en} {modal} to {base}" if ask else f"{subject.en} {do} not want to {base}"
         else:
-            text = join(subject.en, modal if many else {"have": "has"}.get(modal, modal + "s"), "to", base)
+            text = join(subject.en, modal if subject.many else {"have": "has"}.get(modal, modal + "s"), "to", base)
         stem = {"can": "পার", "cannot": "পার", "like": "ভালোবাস"}.get(modal, "চা")
         # "cannot come tomorrow" is a future in Bengali: পারব না.
-        end = "হবে" if modal == "have" else conjugate(stem, "F" if modal == "cannot" and time[0] else "P",
-                                                      subject.person, "not" in modal)
-        return finish(subject, text, join(case(subject, 1) if modal == "have" else subject.bn, "কি" if ask else "",
-                                          time[1], rest[1], verb.light, STEMS[verb.stem][2], end), ask)
+        tense = "F" if modal == "cannot" and time[0] else "P"
+        who, end = ((subject.case(1), "হবে") if modal == "have" else
+                    (subject.bn, conjugate(stem, tense, subject.person, neg)))
+        return finish(subject, text, join(who, "কি" if ask else "", time[1], rest[1], verb.light, STEMS[verb.stem][2],
+                                          end), ask)
 
     def imperative(self):
-        """Madam, please give me the blue pen. = ম্যাডাম, দয়া করে আমাকে নীল কলমটা দিন।  (পড়ো, পড়ুন; এসো, আসুন)"""
+        """The ending looks at the vocative: পড়ো, পড়ুন; এসো, আসুন."""
         name, group = self.cell("imperative", [*OBJECT_VERBS, *GIVE_VERBS, "go", "come", "wait", "work", "study",
                                                "sleep"], ["2", "2H"])
-        verb, subject, please = ALL_VERBS[name], self.subject(group), self.chance(0.8 if group == "2H" else 0.4)
-        if odd(subject, verb):
+        polite = group == "2H"
+        verb, subject, please = ALL_VERBS[name], self.subject(group), self.chance(0.8 if polite else 0.4)
+        if odd(subject, verb) or name == "sell":
             return None
-        neg = group == "2H" and name != "learn" and self.chance(0.25)      # a familiar "do not" has forms of its own
-        if name in OBJECT_VERBS:
-            rest = self.thing(verb, "F", neg, None)
-        elif name in GIVE_VERBS:
+        neg = polite and name != "learn" and self.chance(0.25)             # a familiar "do not" has forms of its own
+        if name in GIVE_VERBS:
             other, (en, bn) = self.other(subject), self.thing(verb, "F", neg, None)
-            rest = join(OBJECTIVE.get(other.en, other.en), en), join(case(other, 1), bn)
-        elif name in GO_VERBS:
-            place = self.pick(WITH_FLAG["go"])
-            rest = f"to {place.en}", locative(place.bn)
+            rest = join(other.objective, en), join(other.case(1), bn)
         else:
-            rest = self.place(self.pick(verb.takes))
-        time = self.time("F", name, 0.3, plain=True)
-        form = (conjugate(verb.stem, "F", "H", True) if neg else STEMS[verb.stem][3] if group == "2H" else
+            rest = (self.thing(verb, "F", neg, None) if name in OBJECT_VERBS else
+                    self.goal(verb, "go") if name in GO_VERBS else self.place(self.pick(verb.takes)))
+        # The familiar imperative has a future of its own (পোড়ো, কোরো), so it gets no "tomorrow".
+        time = self.time("F", name, 0.3, plain=True) if polite and name != "learn" else ("", "")
+        form = (conjugate(verb.stem, "F", "H", True) if neg else STEMS[verb.stem][3] if polite else
                 "এসো" if name == "come" else conjugate(verb.stem, "P", "2"))
         en = join("please" if please else "", "do not" if neg else "", verb.base, verb.particle, rest[0], time[0])
         return finish(subject, en, join("দয়া করে" if please else "", time[1], rest[1], verb.light, form), False)
 
     def reference(self):
-        """The doctor is tired, so she will sleep. = ডাক্তার ক্লান্ত, তাই তিনি ঘুমাবেন।  ("she" looks at the doctor)"""
+        """ "she" and তিনি look at the doctor."""
         group, state, form = self.cell("reference", ["1", "3", "3", "H", "H"], REASONS, ["so", "so", "because"])
         subject, (name, what, *neg) = self.subject(group), self.pick(REASONS[state])
-        verb, again, neg = ALL_VERBS[name], subject._replace(en=subject.pron, bn=pronoun(subject)), bool(neg)
+        verb, again, neg = ALL_VERBS[name], subject._replace(en=subject.pron, bn=subject.pronoun()), bool(neg)
         tense = "A" if form == "because" else self.pick("CF")
-        if name in GO_VERBS:
-            place = self.pick(WITH_FLAG[what])
-            rest = f"to {place.en}", locative(place.bn)
-        elif name in OBJECT_VERBS:
+        if name in OBJECT_VERBS:
             what = self.pick(what.split("/"))
-            rest = (self.counted(what, "bare", 0.2) if what in ("egg", "mango", "banana", "flower") else
-                    self.thing(verb, tense, neg, subject, what, 0.3 * (state != "ill")))
+            rest = (self.noun(what, "bare", 0.2) if what in ("egg", "mango", "banana", "flower") else
+                    self.thing(verb, tense, neg, subject, what, 0.3 * (state not in ("ill", "thirsty"))))
         else:
-            rest = self.place(what)
-        time = self.time(tense, "sleep", {"F": 0.5, "C": 0, "A": 1}[tense], plain=True)
+            rest = self.goal(verb, what) if name in GO_VERBS else self.place(what)
+        time = self.time(tense, "sleep", {"F": 0.5 * (state in ("ill", "busy")), "C": 0, "A": 1}[tense], plain=True)
         if odd(subject, verb):
             return None
         en, bn = self.clause(again if form == "so" else subject, verb, tense, rest, time, neg, part=True)
-        be = (("were" if subject.number == "pl" else "was") if form == "because" else
-              {"I": "am", "sg": "is", "pl": "are"}[subject.number])
         if form == "so":
-            return finish(subject, f"{subject.en} {be} {state}, so {en}", f"{subject.bn} {STATES[state]}, তাই {bn}",
-                          False)
-        return finish(subject, f"{en} because {again.en} {be} {state}",
+            return finish(subject, f"{subject.en} {subject.be()} {state}, so {en}",
+                          f"{subject.bn} {STATES[state]}, তাই {bn}", False)
+        return finish(subject, f"{en} because {again.en} {subject.be(True)} {state}",
                       f"{bn}, কারণ {again.bn} {STATES[state]} {WAS[subject.person]}", False)
 
 
@@ -715,79 +665,65 @@ def words(text):
     return re.findall(r"[^\s.,?।]+", text.lower())
 
 
-def build(seed=SEED):
-    """[(family, English, Bengali)]: each family sampled to its quota, then topped up where a word is rare."""
-    grammar, seen, seen_bn, pairs = Grammar(seed), set(), set(), []
-    counts = Counter(), Counter()
+def is_rare(pair, counts):
+    return any(count[word] < least for count, side, least in zip(counts, pair, (MIN_ENGLISH, MIN_BENGALI))
+               for word in words(side))
 
-    def draw(family, wanted):
+
+def build():
+    """[(family, English, Bengali)]: each family sampled to its quota, then topped up where a word is rare."""
+    grammar, seen, pairs, counts = Grammar(), set(), [], [Counter(), Counter()]
+
+    def draw(family, only_rare=False):
         pair = getattr(grammar, family)()
-        if not pair or pair[0] in seen or pair[1] in seen_bn or not 3 <= len(words(pair[0])) <= 12 or not wanted(pair):
+        # One English for one Bengali too: he and she are both সে, so whichever comes first keeps the sentence.
+        if not pair or seen & {*pair} or not 3 <= len(words(pair[0])) <= 12 or only_rare and not is_rare(pair, counts):
             return False
-        # One English for one Bengali too: he and she are both se, so whichever comes first keeps the sentence.
-        seen.add(pair[0])
-        seen_bn.add(pair[1])
+        seen.update(pair)
         pairs.append((family, *pair))
         for count, side in zip(counts, pair):
             count.update(words(side))
         return True
 
-    for family, quota in FAMILIES.items():
-        left = quota
+    for family, left in FAMILIES.items():
         while left:
-            left -= draw(family, lambda pair: True)
-    rare = lambda pair: any(count[word] < least for count, side, least in    # noqa: E731
-                            zip(counts, pair, (MIN_ENGLISH, MIN_BENGALI)) for word in words(side))
+            left -= draw(family)
     for _ in range(12000):
         for family in FAMILIES:
-            draw(family, rare)
-    # Forms that stay rare (deep corners of the paradigm) go, with their sentences.
-    while True:
-        kept = [pair for pair in pairs if not rare(pair[1:])]
-        if len(kept) == len(pairs):
-            break
-        pairs = kept
-        for count, at in zip(counts, (1, 2)):
-            count.clear()
-            for pair in pairs:
-                count.update(words(pair[at]))
+            draw(family, only_rare=True)
+    # Forms that stay rare (deep corners of the paradigm) go, with their sentences; that may make others rare.
+    while rare := {pair for pair in pairs if is_rare(pair[1:], counts)}:
+        pairs = [pair for pair in pairs if pair not in rare]
+        counts = [Counter(word for pair in pairs for word in words(pair[at])) for at in (1, 2)]
     grammar.rng.shuffle(pairs)
     return pairs, counts
 
 
 def check(pairs, counts):
     """What training and the tests rely on.  A failure names the sentence."""
-    assert len(pairs) >= 8000, len(pairs)
+    assert len(pairs) >= 8000 and min(map(len, counts)) >= 250, (len(pairs), *map(len, counts))
     assert len({en for _, en, _ in pairs}) == len(pairs), "an English sentence twice"
     for _, en, bn in pairs:
         for text in (en, bn):
-            assert text == unicodedata.normalize("NFC", text), f"not NFC: {text}"
-            assert text == " ".join(text.split()), f"stray space: {text!r}"
-        assert en[-1] in ".?" and bn[-1] == {".": "।", "?": "?"}[en[-1]], en
+            assert text == unicodedata.normalize("NFC", " ".join(text.split())), f"not NFC, or a stray space: {text!r}"
         assert re.fullmatch(r"[A-Za-z' ,]+[.?]", en) and re.fullmatch(r"[\u0980-\u09ff ,-]+[।?]", bn), (en, bn)
-    for count, least in zip(counts, (MIN_ENGLISH, MIN_BENGALI)):
-        assert len(count) >= 250, len(count)
-        assert min(count.values()) >= least, [word for word in count if count[word] < least]
+        assert bn[-1] == {".": "।", "?": "?"}[en[-1]] and not is_rare((en, bn), counts), (en, bn)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Write the English-Bengali demo corpus.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("demo.tsv"))
-    parser.add_argument("--list", action="store_true", help="print each family with its count and 3 examples")
-    parser.add_argument("--check", action="store_true", help="build and check, write nothing")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path(__file__).with_name("demo.tsv"))
+    parser.add_argument("--list", action="store_true", help="print each family with its count and an example instead")
     args = parser.parse_args()
     pairs, counts = build()
+    check(pairs, counts)
     if args.list:
         for family in FAMILIES:
             mine = [pair for pair in pairs if pair[0] == family]
-            print(f"{family} ({len(mine)}): {getattr(Grammar, family).__doc__}")
-            for _, en, bn in mine[:3]:
-                print(f"    {en}\t{bn}")
-    check(pairs, counts)
-    if not (args.list or args.check):
+            print(f"{family} ({len(mine)}): {mine[0][1]} = {mine[0][2]}")
+    else:
         args.out.write_text("".join(f"{en}\t{bn}\n" for _, en, bn in pairs), encoding="utf-8", newline="\n")
-    print(f"{len(pairs)} pairs, {len(counts[0])} English and {len(counts[1])} Bengali words"
-          + ("" if args.list or args.check else f", written to {args.out}"))
+    print(f"{len(pairs)} pairs, {len(counts[0])} English and {len(counts[1])} Bengali words")
 
 
 if __name__ == "__main__":
