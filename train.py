@@ -63,8 +63,8 @@ DEMO_DEFAULTS = dict(
     val_pairs=500,
     steps=1200,
     batch_tokens=2048,
-    warmup_steps=200,
-    rate_scale=1.0,
+    warmup_steps=300,
+    rate_scale=0.4,
     eval_every=400,
 )
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
