@@ -594,7 +594,7 @@ class Run:
         self.model.train()
         failures, start, start_step = 0, time.perf_counter(), state["step"]
         self.began = start - state["seconds"]  # as if the run had never been interrupted
-        since = start
+        since, heard = start, 0  # for the speed: when the last log line was, and target tokens since
         while state["step"] < s["steps"]:
             result = self.update()
             if result is None:
@@ -610,11 +610,11 @@ class Run:
             failures = 0
             smoothed, nll, tokens, norm, rate = result
             state["interval"] = [total + x for total, x in zip(state["interval"], (smoothed, nll, tokens))]
-            step = state["step"]
+            step, heard = state["step"], heard + tokens
             if step % s["log_every"] == 0 or step == s["steps"]:
                 now = time.perf_counter()
                 total, total_nll, n = state["interval"]
-                speed, left = n / (now - since), (now - start) / (step - start_step) * (s["steps"] - step)
+                speed, left = heard / (now - since), (now - start) / (step - start_step) * (s["steps"] - step)
                 row = dict(
                     step=step,
                     epoch=state["batches"] / len(self.sampler),
@@ -632,7 +632,7 @@ class Run:
                     f"{row['memory_mb']:.0f} MB  left {clock(left)}"
                 )
                 self.metric(row)
-                state["interval"], since = [0.0, 0.0, 0], now
+                state["interval"], since, heard = [0.0, 0.0, 0], now, 0
             if step % s["eval_every"] == 0 or step == s["steps"]:
                 pause = time.perf_counter()
                 self.checkpoint_validation(self.validate())
