@@ -68,12 +68,10 @@ DEMO_DEFAULTS = dict(
     eval_every=400,
 )
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
-# A resumed run may be longer, be watched more closely, or sit on other hardware; all else is fixed by its checkpoint.
-MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"}
-
-
-class Problem(Exception):
-    """Something the user can mend: one line, exit status 1."""
+PATHS = {"src", "tgt", "data", "val_src", "val_tgt", "init_from"}
+# A resumed run may be longer, be watched more closely, sit on other hardware, or find its data in another place (their
+# fingerprint decides whether they are the same); all else is fixed by its checkpoint.
+MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"} | PATHS
 
 
 def parse_arguments(argv):
@@ -84,29 +82,8 @@ def parse_arguments(argv):
         argument_default=argparse.SUPPRESS,
     )
 
-    def count(text):  # a whole number of at least 1
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-        return value
-
-    def natural(text):
-        value = int(text)
-        if value < 0:
-            raise argparse.ArgumentTypeError(f"must not be negative: {text}")
-        return value
-
-    def positive(text):
-        value = float(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-        return value
-
-    def fraction(text):
-        value = float(text)
-        if not 0 <= value < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {text}")
-        return value
+    count, natural, real = tf.number(int, 1), tf.number(int, 0), tf.number(float, 0)
+    positive, fraction = tf.number(float, 1e-9), tf.number(float, 0, 1)
 
     def flag(group, name, kind, text):
         default = DEFAULTS.get(name[2:].replace("-", "_"))
@@ -146,7 +123,7 @@ def parse_arguments(argv):
     flag(run, "--warmup-steps", count, "updates until the rate peaks at (D * warm-up)^-0.5 * rate scale")
     flag(run, "--rate-scale", positive, "factor on the paper's rate")
     flag(run, "--label-smoothing", fraction, "")
-    flag(run, "--clip", natural_or_float, "longest gradient; 0 for no clipping")
+    flag(run, "--clip", real, "longest gradient; 0 for no clipping")
     flag(run, "--eval-every", count, "updates between validations")
     run.add_argument(
         "--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)"
@@ -167,40 +144,35 @@ def parse_arguments(argv):
         help="bf16: products in half precision; several times faster where the hardware has it",
     )
     flag(run, "--threads", count, "CPU threads (default: PyTorch's choice)")
-    return parser, vars(parser.parse_args(argv))
-
-
-def natural_or_float(text):
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must not be negative: {text}")
-    return value
+    given = vars(parser.parse_args(argv))
+    for name in PATHS & set(given):  # as a resume from another folder needs them
+        given[name] = os.path.abspath(given[name])
+    return given
 
 
 def settings_of(given):
     """Flags as given -> every setting. A demo run is one without any data of the user's."""
     for one, other in (("src", "tgt"), ("val_src", "val_tgt")):
         if (one in given) != (other in given):
-            raise Problem(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} go together")
+            raise ValueError(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} go together")
     sources = [name for name in ("src", "data", "dataset") if name in given]
     if len(sources) > 1:
-        raise Problem(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
+        raise ValueError(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
     if "val_src" in given and "val_pairs" in given:
-        raise Problem("--val-pairs splits validation off; with --val-src there is nothing to split")
+        raise ValueError("--val-pairs splits validation off; with --val-src there is nothing to split")
+    if ("src_field" in given) != ("tgt_field" in given):
+        raise ValueError("--src-field and --tgt-field go together")
     if "steps" in given and "epochs" in given:
-        raise Problem("--steps and --epochs exclude each other")
+        raise ValueError("--steps and --epochs exclude each other")
     fixed = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "vocab_size", "max_len"} & set(given)
     if "init_from" in given and fixed:
-        raise Problem(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
+        raise ValueError(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
     settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
     if "epochs" in given:
         del settings["steps"]
     settings = tf.PRESETS[settings["preset"]] | settings
     if "overfit" in given:  # nothing that fights memorising
-        settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100)
-        settings |= {
-            k: v for k, v in given.items() if k in ("dropout", "label_smoothing", "warmup_steps", "steps", "eval_every")
-        }
+        settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100) | given
     if "out" not in settings:
         name = Path(settings[sources[0]]).name.split(".")[0] if sources else "demo"
         settings["out"] = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -213,7 +185,7 @@ def settings_of(given):
 def read_aligned(src, tgt):
     pairs = tf.read_text(src), tf.read_text(tgt)
     if len(pairs[0]) != len(pairs[1]):
-        raise Problem(f"{src} has {len(pairs[0])} lines and {tgt} has {len(pairs[1])}: they are not line by line")
+        raise ValueError(f"{src} has {len(pairs[0])} lines and {tgt} has {len(pairs[1])}: they are not line by line")
     return pairs
 
 
@@ -224,15 +196,15 @@ def read_tsv(path, src_field, tgt_field):
         header = rows.pop(0)
         for name in (src_field, tgt_field):
             if name not in header:
-                raise Problem(f"{path} has no column {name!r}; its first line says {header}")
+                raise ValueError(f"{path} has no column {name!r}; its first line says {header}")
         columns, first = (header.index(src_field), header.index(tgt_field)), 2
     for number, row in enumerate(rows, first):
         if len(row) <= max(columns):
-            raise Problem(f"{path}, line {number}: {len(row)} columns where {max(columns) + 1} are needed")
+            raise ValueError(f"{path}, line {number}: {len(row)} columns where {max(columns) + 1} are needed")
     return [row[columns[0]] for row in rows], [row[columns[1]] for row in rows]
 
 
-def read_dataset(settings):
+def read_table(settings):
     """CSV, JSON lines, parquet and hub sets, as the `datasets` library reads them."""
     import datasets
 
@@ -241,38 +213,43 @@ def read_dataset(settings):
         if path is None:
             table = datasets.load_dataset(settings["dataset"], settings.get("dataset_config"), split="train")
         else:
-            suffix = Path(str(path).removesuffix(".gz")).suffix
-            kind = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}[suffix]
-            table = datasets.load_dataset(kind, data_files=str(path), split="train")
+            table = datasets.load_dataset(TABLES[suffix_of(path)], data_files=path, split="train")
+        if table.column_names == ["translation"]:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
+            table = table.flatten()
+            table = table.rename_columns({name: name.removeprefix("translation.") for name in table.column_names})
     except Exception as error:  # the library's errors have many classes and long texts
-        raise Problem(f"{path or settings['dataset']} cannot be read: {' '.join(str(error).split())[:300]}") from None
-    if table.column_names == ["translation"]:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
-        table = table.flatten().rename_columns({f"translation.{key}": key for key in table[0]["translation"]})
+        raise ValueError(
+            f"{path or settings['dataset']} cannot be read: {' '.join(str(error).split())[:300]}"
+        ) from None
     if src_field is None and len(table.column_names) == 2:
         src_field, tgt_field = table.column_names
     for name in (src_field, tgt_field):
         if name not in table.column_names:
-            raise Problem(f"say --src-field and --tgt-field; the columns are {', '.join(table.column_names)}")
+            raise ValueError(f"say --src-field and --tgt-field; the columns are {', '.join(table.column_names)}")
     return tuple(["" if text is None else str(text) for text in table[name]] for name in (src_field, tgt_field))
+
+
+TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # ending: the library's name for it
+
+
+def suffix_of(path):
+    return Path(path.removesuffix(".gz")).suffix
 
 
 def read_corpus(settings):
     """-> sources, targets: two lists of raw text of equal length."""
-    if ("src_field" in settings) != ("tgt_field" in settings):
-        raise Problem("--src-field and --tgt-field go together")
+    path = settings.get("data")
+    if path is not None:
+        open(path, "rb").close()  # a missing file: say that, before a library says something else
+        if suffix_of(path) not in (".tsv", *TABLES):
+            raise ValueError(f"{path}: the name must end in .tsv, {', '.join(TABLES)} (and .gz)")
     if "src" in settings:
         src, tgt = read_aligned(settings["src"], settings["tgt"])
-    elif "data" in settings and str(settings["data"]).removesuffix(".gz").endswith((".tsv", ".txt")):
-        src, tgt = read_tsv(settings["data"], settings.get("src_field"), settings.get("tgt_field"))
-    elif "data" in settings and not str(settings["data"]).removesuffix(".gz").endswith(
-        (".csv", ".json", ".jsonl", ".parquet")
-    ):
-        raise Problem(f"{settings['data']}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
+    elif path is not None and suffix_of(path) == ".tsv":
+        src, tgt = read_tsv(path, settings.get("src_field"), settings.get("tgt_field"))
     else:
-        if "data" in settings:
-            open(settings["data"], "rb").close()  # a missing file: say that, before the library says something else
-        src, tgt = read_dataset(settings)
-    if settings.get("max_pairs", math.inf) < len(src):
+        src, tgt = read_table(settings)
+    if settings.get("max_pairs", len(src)) < len(src):
         # a sample, not the first rows: a corpus glued together of several would show its first part only
         chosen = sorted(random.Random(settings["seed"]).sample(range(len(src)), settings["max_pairs"]))
         src, tgt = [src[i] for i in chosen], [tgt[i] for i in chosen]
@@ -300,16 +277,17 @@ class Corpus:
         elif "val_src" in settings:
             val_src, val_tgt = read_aligned(settings["val_src"], settings["val_tgt"])
             self.val = [pair for pair in zip(val_src, val_tgt) if all(map(tf.normalize, pair))]
+            self.dropped["empty side, validation"] = len(val_src) - len(self.val)
             self.train = self.without_validation(pairs)
         else:
             size = settings.get("val_pairs", min(1000, len(pairs) // 10))
             if not 0 < size < len(pairs):
-                raise Problem(f"{size} validation pairs cannot be split off {len(pairs)} pairs; see --val-pairs")
+                raise ValueError(f"{size} validation pairs cannot be split off {len(pairs)} pairs; see --val-pairs")
             chosen = set(random.Random(settings["seed"]).sample(range(len(pairs)), size))
             self.val = [pairs[i] for i in sorted(chosen)]
             self.train = self.without_validation([pair for i, pair in enumerate(pairs) if i not in chosen])
         if not self.train or not self.val:
-            raise Problem(f"no pairs are left: {len(self.train)} to train on, {len(self.val)} to validate on")
+            raise ValueError(f"no pairs are left: {len(self.train)} to train on, {len(self.val)} to validate on")
 
     def without_validation(self, pairs):
         """A sentence that validation will ask for, on either side, has no place in training."""
@@ -327,12 +305,12 @@ class Corpus:
         fits = np.maximum(train[0].lengths, train[1].lengths) + 1 <= max_len
         self.dropped[f"over {max_len} tokens"] = int((~fits).sum())
         if not fits.any():
-            raise Problem(f"every pair is longer than --max-len {max_len}")
+            raise ValueError(f"every pair is longer than --max-len {max_len}")
         val_fits = np.maximum(val[0].lengths, val[1].lengths) + 1 <= max_len
         self.val = [pair for pair, fit in zip(self.val, val_fits) if fit]
         self.dropped[f"over {max_len} tokens, validation"] = int((~val_fits).sum())
         if not self.val:
-            raise Problem(f"every validation pair is longer than --max-len {max_len}")
+            raise ValueError(f"every validation pair is longer than --max-len {max_len}")
         self.train = [pair for pair, fit in zip(self.train, fits) if fit]
         return [rows.select(fits) for rows in train], [rows.select(val_fits) for rows in val]
 
@@ -402,7 +380,7 @@ class Run:
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
         if not resuming and any(self.folder.glob("*.pt")):
-            raise Problem(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
+            raise ValueError(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
         if not dry_run:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.log_file = open(os.devnull if dry_run else self.folder / "train.log", "a", encoding="utf-8")
@@ -432,10 +410,7 @@ class Run:
             self.model.set_dropout(s["dropout"])
         else:
             lines = (text for pair in corpus.train for text in pair)
-            try:
-                self.tokenizer = tf.Tokenizer.train(lines, s["vocab_size"])
-            except ValueError as error:
-                raise Problem(f"{error}: see --vocab-size") from None
+            self.tokenizer = tf.Tokenizer.train(lines, s["vocab_size"])
             if self.tokenizer.vocab_size < s["vocab_size"]:
                 self.log(
                     f"this text gives {self.tokenizer.vocab_size} pieces, fewer than --vocab-size {s['vocab_size']}"
@@ -457,7 +432,7 @@ class Run:
         self.optimizer = tf.adam(self.model)
         if resume is not None:
             if rest["data_fingerprint"] != self.fingerprint:
-                raise Problem(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
+                raise ValueError(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
             self.optimizer.load_state_dict(rest["optimizer"])
             self.state = rest["state"]
         self.report()
@@ -602,7 +577,7 @@ class Run:
                 failures += 1
                 self.log(f"warning: loss or gradient is not finite after step {state['step']}: update skipped")
                 if failures == 10:
-                    raise Problem(
+                    raise ValueError(
                         "ten updates in a row were not finite; the last checkpoint is untouched. Try a smaller "
                         "--rate-scale, more --warmup-steps, a smaller --clip or --norm pre"
                     )
@@ -684,7 +659,11 @@ class Run:
     def publish(self, scores):
         """In the folder above: a table of runs, best first, and a link to the newest best checkpoint."""
         board, link = self.folder.parent / "leaderboard.json", self.folder.parent / "best.pt"
-        rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
+        try:
+            rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
+        except ValueError:
+            self.log(f"{board} is damaged and is left alone")
+            return
         row = dict(
             run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores
         )
@@ -716,11 +695,11 @@ def resume_settings(given):
     path = folder / "last.pt" if folder.is_dir() else folder
     checkpoint = tf.load_checkpoint(path, "cpu")
     if "optimizer" not in checkpoint[2]:
-        raise Problem(f"{path} holds weights only; a run goes on from its last.pt")
+        raise ValueError(f"{path} holds weights only; a run goes on from its last.pt")
     settings = dict(checkpoint[2]["flags"], out=str(path.parent))
     for name, value in given.items():
         if name not in MAY_CHANGE and settings.get(name) != value:
-            raise Problem(
+            raise ValueError(
                 f"--{name.replace('_', '-')} cannot change on --resume (it was {settings.get(name, 'not given')}); "
                 f"start anew, with --init-from {path.parent}/best.pt to keep the weights"
             )
@@ -731,7 +710,7 @@ def resume_settings(given):
 
 
 def main(argv=None):
-    parser, given = parse_arguments(argv)
+    given = parse_arguments(argv)
     try:
         resume, dry_run = None, given.pop("dry_run", False)
         if "resume" in given:
@@ -762,7 +741,7 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except (Problem, ValueError) as error:
+    except ValueError as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -39,6 +39,7 @@ Where this file departs from the paper:
   - SentencePiece with byte fallback stands in for the paper's BPE and word pieces.
 """
 
+import argparse
 import gzip
 import hashlib
 import io
@@ -667,7 +668,7 @@ class Tokenizer:
             raise ValueError("there is no text to learn a vocabulary from")
         if vocab_size < smallest:
             raise ValueError(
-                f"a vocabulary of {vocab_size} is too small for this text: its characters, 256 bytes and "
+                f"vocab_size {vocab_size} is too small for this text: its characters, 256 bytes and "
                 f"the fixed ids need {smallest}"
             )
         model = io.BytesIO()
@@ -992,6 +993,21 @@ def read_text(path):
             return list(read_lines(file))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is cut short or damaged: {error}") from None
+
+
+def number(kind, least, below=math.inf):
+    """A type for argparse: an int or float from `least` to below `below`."""
+
+    def read(text):
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not {f'at least {least}' if below == math.inf else f'in [{least}, {below})'}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # argparse says "invalid int value"
+    return read
 
 
 def pick_device(name):

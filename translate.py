@@ -26,35 +26,26 @@ def parse_arguments(argv):
         "translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def at_least(kind, least):
-        def read(text):
-            value = kind(text)
-            if not least <= value < float("inf"):
-                raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
-            return value
-
-        return read
-
     parser.add_argument("text", nargs="*", help="lines to translate; without any, --input or stdin")
     parser.add_argument("--checkpoint", help="default: runs/best.pt, which training links to its newest best")
     parser.add_argument("--input", help="file of source lines; .gz as well")
     parser.add_argument("--output", help="file for the translations (default stdout)")
     parser.add_argument("--reference", help="file of reference translations: print BLEU, chrF2++ and perplexity")
-    parser.add_argument("--beam", type=at_least(int, 1), default=4, help="beams; 1 is greedy (default 4)")
+    parser.add_argument("--beam", type=tf.number(int, 1), default=4, help="beams; 1 is greedy (default 4)")
     parser.add_argument(
         "--alpha",
-        type=at_least(float, 0),
+        type=tf.number(float, 0),
         default=0.6,
         help="length penalty ((5+n)/6)^alpha; more favours longer translations (default 0.6)",
     )
     parser.add_argument(
         "--batch-tokens",
-        type=at_least(int, 1),
+        type=tf.number(int, 1),
         default=8192,
         help="padded source tokens times beams in a batch (default 8192)",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
-    parser.add_argument("--threads", type=at_least(int, 1), help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--threads", type=tf.number(int, 1), help="CPU threads (default: PyTorch's choice)")
     args = parser.parse_args(argv)
     if args.text and args.input:
         parser.error("give the text or --input, not both")
