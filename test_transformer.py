@@ -2,6 +2,7 @@
 formula, an unbroken run) and can fail. They need nothing but the repository: python -m pytest -q test_transformer.py"""
 
 import gzip
+import io
 import itertools
 import json
 import math
@@ -48,7 +49,7 @@ def small(seed=0, dtype=torch.float64, spread=1.0, **changes):
     )
     for name, p in model.named_parameters():  # biases and norms away from 0 and 1, or an error in them would not show
         if p.dim() == 1:
-            nn.init.normal_(p, mean=float("norm.weight" in name or name.endswith("norm.weight")), std=0.1)
+            nn.init.normal_(p, mean=float(name.endswith("norm.weight")), std=0.1)
     model.tgt_embedding.table.data *= spread
     return model.to(dtype).eval()
 
@@ -187,6 +188,8 @@ def test_encoder_equals_torch(norm, whole, fused):
         ours, theirs = model.encoder.layers[0], torch_layer(nn.TransformerEncoderLayer, c)
         pairs = copy_layer(ours, theirs)
     a, b = ours(x, tf.padding_mask(src)), theirs(x, src_key_padding_mask=src == PAD)
+    with torch.no_grad():  # without gradients, attention runs in the fused kernel (if FUSED)
+        torch.testing.assert_close(ours(x, tf.padding_mask(src)), a, atol=1e-10, rtol=1e-8)
     real = src != PAD
     torch.testing.assert_close(a[real], b[real], atol=1e-10, rtol=1e-8)
     weight = torch.randn_like(a[real])
@@ -211,6 +214,8 @@ def test_decoder_equals_torch(norm, whole, fused):
         pairs = copy_layer(ours, theirs)
     future = ~tf.causal_mask(6)[0, 0]  # torch's masks say True where attention is forbidden
     a = ours(x, memory, tf.padding_mask(src))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x, memory, tf.padding_mask(src)), a, atol=1e-10, rtol=1e-8)
     b = theirs(x, memory, tgt_mask=future, memory_key_padding_mask=src == PAD)
     torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
     weight = torch.randn_like(a)
@@ -235,13 +240,15 @@ def test_formulas_equal_kernels():
         tf.FUSED = True
 
 
-def test_train_and_eval_agree_without_dropout_on_padded_batches():
-    model = small(dtype=torch.float32)
-    src, tgt = batch_of([4, 4, 3]), random_ids(3, 5)
-    src = F.pad(src, (0, 3), value=PAD)  # every item has at least three pads
-    a, b = model.train()(src, tgt), model.eval()(src, tgt)
-    assert a.shape == b.shape
-    torch.testing.assert_close(a, b)
+def test_training_and_evaluation_agree_without_dropout_on_padded_batches():
+    """In training the attention is the formula, in evaluation the kernel; nn.TransformerEncoder once disagreed here."""
+    model = small(dtype=torch.float32).train()
+    src, tgt = F.pad(batch_of([4, 4, 3]), (0, 3), value=PAD), random_ids(3, 5)  # every item has at least three pads
+    training = model(src, tgt)
+    with tf.evaluation(model):
+        evaluated = model(src, tgt)
+    assert training.requires_grad and training.shape == evaluated.shape
+    torch.testing.assert_close(training.detach(), evaluated)
 
 
 # --- Masks ---------------------------------------------------------------------------------------------------------
@@ -252,6 +259,7 @@ def test_masks_say_true_where_attention_is_allowed():
     assert tf.causal_mask(3)[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
+@torch.no_grad()
 def test_future_targets_do_not_leak(fused):
     model, src = small(), batch_of([6, 4])
     tgt = random_ids(2, 8)
@@ -274,6 +282,7 @@ def test_a_removed_causal_mask_is_noticed(monkeypatch):
     assert not torch.allclose(model(src, changed)[:, 0], model(src, tgt)[:, 0], atol=1e-6)
 
 
+@torch.no_grad()
 def test_content_and_amount_of_padding_do_not_matter(fused):
     model = small(dtype=torch.float32)
     src, tgt = batch_of([4]), random_ids(1, 5)
@@ -375,6 +384,25 @@ def test_position_runs_along_the_sentence_not_the_batch():
     assert not torch.allclose(model.encode(swapped)[:, [1, 0, 2, 3, 4]], twice[:1], atol=1e-3)
 
 
+def test_embedding_is_the_scaled_row_plus_the_position():
+    model, ids = small(), random_ids(2, 5)
+    expected = model.tgt_embedding.table[ids] * 4.0 + tf.sinusoids(8, 16)[3:]  # sqrt(16) = 4
+    torch.testing.assert_close(model.tgt_embedding(ids, start=3), expected.to(torch.float64))
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_dropout_is_where_the_paper_puts_it(norm, monkeypatch):
+    """On each sub-layer's output (2 in an encoder layer, 3 in a decoder layer) and on the two embedding sums."""
+    model, seen = small(norm=norm, dropout=0.3, n_layers=3).train(), []
+    monkeypatch.setattr(tf.Dropout, "forward", lambda self, x: seen.append((self, x.shape)) or x)
+    model(batch_of([6, 4]), random_ids(2, 5))
+    assert len(seen) == len({id(module) for module, _ in seen}) == 3 * 2 + 3 * 3 + 2
+    assert {shape for _, shape in seen} == {(2, 6, 16), (2, 5, 16)}
+    assert all(module.p == 0.3 for module, _ in seen)
+    model.set_dropout(0.7)
+    assert all(module.p == 0.7 for module, _ in seen) and model.config.dropout == 0.7
+
+
 def test_length_limit_is_exact():
     model = small(max_len=8)
     assert model.encode(random_ids(1, 8)).shape == (1, 8, 16)
@@ -391,6 +419,7 @@ def test_dropout_keeps_the_mean_and_is_off_in_eval(p):
     assert abs((y == 0).double().mean().item() - p) < 3e-3
     assert abs(y.double().mean().item() - 1) < 3e-3
     assert torch.equal(y[y != 0].unique(), torch.tensor([1 / (1 - p)]))
+    assert (tf.Dropout(0.999999)(x) == 0).double().mean() > 0.999
     # neighbours are independent: each quarter of a 64-bit draw is a coin of its own
     zero = (y == 0).double().flatten()[: 999 * 1000 // 4 * 4].view(-1, 4)
     both = (zero.T @ zero) / len(zero)
@@ -405,13 +434,21 @@ def test_dropout_keeps_the_mean_and_is_off_in_eval(p):
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("src_vocab", [None, 500], ids=["tied", "untied"])
 def test_first_loss_is_ln_v(norm, src_vocab):
-    V = 1000
+    V = 8000
     torch.manual_seed(0)
     model = Transformer(Config(V, d_model=128, n_heads=4, d_ff=256, n_layers=3, norm=norm, src_vocab_size=src_vocab))
     loss = tf.training_loss(
         model, random_ids(16, 12, vocab=500), random_ids(16, 12, vocab=V), random_ids(16, 12, vocab=V, seed=1)
     )
     assert abs(loss.nll.item() / loss.tokens / math.log(V) - 1) < 0.1
+    assert loss.nll.item() / loss.tokens == pytest.approx(math.log(V) + 0.5, abs=0.2)  # logits of variance 1 cost 1/2
+
+
+def test_each_projection_is_initialised_by_its_own_shape():
+    bound = math.sqrt(6 / (128 + 128))  # Xavier, uniform, of a D x D matrix
+    attention = Transformer(Config(11, d_model=128, n_heads=4, d_ff=256, n_layers=1)).decoder.layers[0].cross_attention
+    for third in attention.qkv.weight.chunk(3):
+        assert 0.98 * bound < third.abs().max() <= bound
 
 
 def test_the_tie_is_three_way_and_counts_once():
@@ -485,8 +522,18 @@ def test_fused_loss_in_half_precision_stays_near():
 @pytest.mark.parametrize("scale", [1.0, 1e4, -1e4])
 def test_loss_is_finite_at_the_edges(smoothing, scale):
     logits = torch.randn(2, 3, 11) * scale
-    for labels in (random_ids(2, 3), torch.tensor([[5, PAD, PAD], [PAD, PAD, PAD]])):  # no pad at all; one real token
-        assert math.isfinite(tf.label_smoothed_loss(logits, labels, smoothing).smoothed)
+    nothing = torch.full((2, 3), PAD)
+    for labels in (
+        random_ids(2, 3),
+        torch.tensor([[5, PAD, PAD], [PAD, PAD, PAD]]),
+        nothing,
+    ):  # no pad; one token; none
+        loss = tf.label_smoothed_loss(logits, labels, smoothing)
+        real = labels != PAD
+        states = logits[real] @ torch.eye(11)
+        fused, _ = tf.FusedLoss.apply(states, torch.eye(11), labels[real], smoothing)
+        assert math.isfinite(loss.smoothed) and loss.tokens == real.sum()
+        torch.testing.assert_close(fused, loss.smoothed)
 
 
 def test_loss_does_not_depend_on_padding():
@@ -524,6 +571,30 @@ def test_noam_rate():
     assert max(range(1, 20000), key=lambda s: tf.noam_rate(s, D, warmup)) == warmup
     with pytest.raises(ValueError):
         tf.noam_rate(0, D, warmup)
+
+
+def test_an_update_is_adam_at_noams_rate_with_clipping(corpus, tmp_path):
+    """Two updates of train.py against torch's Adam by hand."""
+    flags = ["--data", str(corpus), *TINY, "--dropout", "0", "--steps", "2", "--clip", "0.05", "--rate-scale", "0.7"]
+    settings = train.settings_of(train.parse_arguments([*flags, "--out", str(tmp_path / "run")]))
+    run = train.Run(settings, resuming=False, dry_run=True)
+    run.prepare(None)
+    run.model.double().train()  # in float32, Adam would blow rounding up where a gradient is 0 in truth: key biases
+    run.optimizer = tf.adam(run.model)
+    by_hand = Transformer(run.model.config).double().train()
+    by_hand.load_state_dict(run.model.state_dict())
+    optimizer = torch.optim.Adam(by_hand.parameters(), betas=(0.9, 0.98), eps=1e-9)
+    for step, batch in enumerate(run.sampler.epoch(0)[:2], 1):
+        optimizer.zero_grad()
+        src, tgt_in, tgt_out = tf.collate(*run.train_rows, batch)
+        tokens = (tgt_out != PAD).sum()
+        (textbook_kl(by_hand(src, tgt_in), tgt_out, 0.1) / tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.05)
+        optimizer.param_groups[0]["lr"] = rate = 0.7 * 32**-0.5 * min(step**-0.5, step * 10**-1.5)
+        optimizer.step()
+        assert run.update()[3:] == (pytest.approx(norm.item()), pytest.approx(rate))
+    for a, b in zip(run.model.parameters(), by_hand.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=0)
 
 
 def test_adam_has_the_papers_constants():
@@ -589,6 +660,7 @@ def test_round_trip_of_random_unicode(tokenizer):
 
 def test_normalisation_rules():
     assert tf.normalize("e\u0301") == "\u00e9"
+    assert tf.normalize("ﬁ Ａ ①") == "ﬁ Ａ ①"  # NFC, not NFKC
     assert tf.normalize(" a \t\u2003 b\r\n") == "a b"
     assert tf.normalize("क्\u200dष\u200c") == "क्\u200dष\u200c"  # joiners stay
 
@@ -681,6 +753,7 @@ def test_lines_end_at_lf_and_crlf_only(tmp_path):
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
+@torch.no_grad()
 def test_cached_decoding_equals_full_decoding(norm, fused):
     model, src = small(norm=norm), batch_of([7, 2, 4])
     memory, mask = model.encode(src), tf.padding_mask(src)
@@ -706,7 +779,8 @@ def test_beams_share_their_memory():
     torch.testing.assert_close(torch.cat(steps, 1), alone, atol=1e-10, rtol=0)
 
 
-def plain_beam_search(model, src, W, alpha, limit, n_best=1, full_length=True):
+@torch.no_grad()
+def plain_beam_search(model, src, W, alpha, limit, n_best=1):
     """The same search in plain words: one sentence, no cache, no batch, and it never stops before the limit."""
     beam, done = [((BOS,), 0.0)], []
     for n in range(1, limit + 2):
@@ -840,8 +914,9 @@ def test_search_leaves_the_mode_alone_and_refuses_nonsense():
     with pytest.raises(ValueError):
         tf.beam_search(model, src, 2, alpha=-1)
     model.tgt_embedding.table.data[:] = math.nan
-    with pytest.raises(ValueError, match="finite"):
-        tf.beam_search(model, src)
+    for search in (tf.beam_search, tf.greedy_search):
+        with pytest.raises(ValueError, match="finite"):
+            search(model, src)
     assert model.training
 
 
@@ -1015,13 +1090,13 @@ def test_a_killed_run_goes_on_to_the_same_end(corpus, tmp_path):
         "--dropout",
         "0.1",
         "--steps",
-        "60",
+        "120",
         "--save-every",
-        "3",
+        "7",
         "--log-every",
         "20",
         "--eval-every",
-        "30",
+        "60",
     ]
 
     def start(*flags):
@@ -1031,10 +1106,9 @@ def test_a_killed_run_goes_on_to_the_same_end(corpus, tmp_path):
     process = start(*flags, "--out", tmp_path / "parts")
     while not (tmp_path / "parts" / "last.pt").exists():
         time.sleep(0.01)
-    time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["step"] < 60
+    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["step"] < 120
     assert start("--resume", tmp_path / "parts").wait() == 0
     assert_same_training(tmp_path / "whole", tmp_path / "parts")
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "parts")
@@ -1089,34 +1163,66 @@ def test_updates_that_are_not_finite_are_skipped_and_ten_in_a_row_stop(corpus, t
     assert "ten updates in a row" in capfd.readouterr().err
 
 
-def test_checkpoints_hold_all_that_is_needed(corpus, tmp_path, tokenizer):
-    assert (
-        train.main(
-            [
-                "--data",
-                str(corpus),
-                *TINY,
-                "--steps",
-                "4",
-                "--eval-every",
-                "2",
-                "--average",
-                "2",
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
-        == 0
-    )
+def test_what_a_run_leaves_behind(corpus, tmp_path, tokenizer):
+    run = tmp_path / "run"
+    flags = ["--data", str(corpus), *TINY, "--steps", "6", "--eval-every", "2", "--average", "2", "--save-every", "100"]
+    assert train.main([*flags, "--out", str(run)]) == 0
     for name in ("best.pt", "last.pt"):
-        model, tokenizer, rest = tf.load_checkpoint(tmp_path / "run" / name)
+        model, tokenizer, rest = tf.load_checkpoint(run / name)
         assert not model.training and rest["tokenizer_sha256"] == tokenizer.sha256
         assert {"data_fingerprint", "git_commit", "versions", "flags", "state"} <= set(rest)
-    assert not any("positions" in name for name in weights_of(tmp_path / "run" / "last.pt")["model"])
-    assert (tmp_path / "best.pt").resolve() == (tmp_path / "run" / "best.pt").resolve()
+    assert not any("positions" in name for name in weights_of(run / "last.pt")["model"])
+    assert (tmp_path / "best.pt").resolve() == (run / "best.pt").resolve()
     assert not os.path.isabs(os.readlink(tmp_path / "best.pt"))
-    assert json.loads((tmp_path / "leaderboard.json").read_text())[0]["data_fingerprint"] == rest["data_fingerprint"]
-    assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2 and not list((tmp_path / "run").glob("*.tmp"))
+    assert sorted(p.name for p in run.glob("step-*.pt")) == ["step-00000004.pt", "step-00000006.pt"]
+    assert not list(run.glob("*.tmp")) and not list(run.glob(".*"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kinds = [(row["kind"], row["step"]) for row in rows if "kind" in row]
+    assert kinds[:4] == [("valid", 2), ("valid", 4), ("valid", 6), ("average", 6)] and kinds[4][0] == "best"
+    best = max((row for row in rows if row.get("kind") in ("valid", "average")), key=lambda row: row["chrf"])
+    board = json.loads((tmp_path / "leaderboard.json").read_text())
+    assert (board[0]["chrf"], board[0]["step"]) == (pytest.approx(best["chrf"]), best["step"])
+    assert board[0]["data_fingerprint"] == rest["data_fingerprint"]
+    # the last weights are the run's own, not the average, and know the best score so far
+    last = weights_of(run / "last.pt")
+    newest = weights_of(run / "step-00000006.pt")
+    assert all(torch.equal(last["model"][name], newest["model"][name]) for name in newest["model"])
+    assert last["state"]["best"] == pytest.approx(best["chrf"]) and last["state"]["finished"]
+
+
+def test_a_run_killed_in_its_last_validation_is_finished_by_resume(corpus, tmp_path, monkeypatch, capfd):
+    flags = ["--data", str(corpus), *TINY, "--steps", "4", "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "finish", lambda self: 1)
+        assert train.main(flags) == 1
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert "try: python translate.py" in capfd.readouterr().err and (tmp_path / "best.pt").exists()
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert "already at step 4 of 4" in capfd.readouterr().err
+
+
+def test_flags_do_what_they_say(corpus, tmp_path, capfd):
+    def run(*flags):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        assert train.main(["--data", str(corpus), *TINY, "--out", str(out), *flags]) == 0
+        return out, capfd.readouterr().err, weights_of(out / "last.pt")
+
+    _, log, last = run("--precision", "bf16", "--epochs", "1", "--max-pairs", "100", "--clip", "0", "--norm", "pre")
+    assert (
+        "read 100 pairs" in log
+        and last["config"]["norm"] == "pre"
+        and last["state"]["batches"] == last["state"]["step"]
+    )
+    assert all(p.dtype == torch.float32 for p in last["model"].values())
+    # with a rate of nothing nothing gets better: the second and third validation use the patience up
+    out, log, last = run(
+        "--steps", "50", "--eval-every", "2", "--patience", "2", "--rate-scale", "1e-9", "--best-by", "bleu"
+    )
+    assert last["state"]["step"] == 6 and "no better bleu for 2 validations" in log
+    assert train.main(["--resume", str(out)]) == 0
+    assert weights_of(out / "last.pt")["state"]["step"] == 6
+    assert train.main(["--data", str(corpus), *TINY, "--dry-run", "--out", str(tmp_path / "dry")]) == 0
+    assert "source: " in capfd.readouterr().err and not (tmp_path / "dry").exists()
 
 
 def test_fine_tuning_starts_from_given_weights(memorised, corpus, tmp_path, capfd):
@@ -1158,7 +1264,9 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, tokenizer, monkeypatch)
     tf.save_checkpoint(path, small(dtype=torch.float32), tokenizer)
     whole = path.read_bytes()
     monkeypatch.setenv("HOSTILE_MARK", str(tmp_path / "mark"))
-    for content in (b"", b"text", whole[: len(whole) // 2], pickle.dumps(Hostile())):
+    foreign = io.BytesIO()
+    torch.save({"format": 2}, foreign)
+    for content in (b"", b"text", whole[: len(whole) // 2], pickle.dumps(Hostile()), foreign.getvalue()):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="a.pt is not a checkpoint"):
             tf.load_checkpoint(path)

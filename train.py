@@ -113,7 +113,7 @@ def parse_arguments(argv):
     flag(model, "--d-ff", count, "F")
     flag(model, "--n-layers", count, "N, in encoder and decoder each")
     model.add_argument("--norm", choices=["post", "pre"], help="post as in the paper (default), or pre")
-    flag(model, "--dropout", fraction, "the presets say it otherwise")
+    flag(model, "--dropout", fraction, "probability that a number is dropped (default: the preset's)")
 
     run = parser.add_argument_group("training")
     flag(run, "--steps", count, "updates in all")
@@ -122,7 +122,7 @@ def parse_arguments(argv):
     flag(run, "--accumulate", count, "batches in an update")
     flag(run, "--warmup-steps", count, "updates until the rate peaks at (D * warm-up)^-0.5 * rate scale")
     flag(run, "--rate-scale", positive, "factor on the paper's rate")
-    flag(run, "--label-smoothing", fraction, "")
+    flag(run, "--label-smoothing", fraction, "probability taken from the label and spread over all pieces")
     flag(run, "--clip", real, "longest gradient; 0 for no clipping")
     flag(run, "--eval-every", count, "updates between validations")
     run.add_argument(
@@ -162,15 +162,16 @@ def settings_of(given):
         raise ValueError("--val-pairs splits validation off; with --val-src there is nothing to split")
     if ("src_field" in given) != ("tgt_field" in given):
         raise ValueError("--src-field and --tgt-field go together")
-    if "steps" in given and "epochs" in given:
-        raise ValueError("--steps and --epochs exclude each other")
     fixed = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "vocab_size", "max_len"} & set(given)
     if "init_from" in given and fixed:
         raise ValueError(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
     settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
     if "epochs" in given:
         del settings["steps"]
-    settings = tf.PRESETS[settings["preset"]] | settings
+    if "init_from" in given:
+        del settings["preset"]
+    else:
+        settings = tf.PRESETS[settings["preset"]] | settings
     if "overfit" in given:  # nothing that fights memorising
         settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100) | given
     if "out" not in settings:
@@ -343,8 +344,8 @@ def keep_freed_memory():
     at first touch, at every step: a tenth to a third of a CPU's training time. Elsewhere this does nothing."""
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        if libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; old versions refuse so much
+            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         pass
 
@@ -374,12 +375,12 @@ class Run:
         self.order = None, None  # an epoch and its batches
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
         self.state = dict(
-            step=0, batches=0, skipped=0, best=None, best_step=0, stale=0, interval=[0.0, 0.0, 0], seconds=0.0
+            step=0, batches=0, skipped=0, best=None, stale=0, interval=[0.0, 0.0, 0], seconds=0.0, finished=False
         )
         self.device = tf.pick_device(settings["device"])
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
-        if not resuming and any(self.folder.glob("*.pt")):
+        if not resuming and (self.folder / "last.pt").exists():
             raise ValueError(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
         if not dry_run:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -406,8 +407,9 @@ class Run:
             self.model.to(self.device)
         elif "init_from" in s:
             self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"], self.device)
-            s.update(asdict(self.model.config) | dict(dropout=s["dropout"]))
-            self.model.set_dropout(s["dropout"])
+            if "dropout" in s:
+                self.model.set_dropout(s["dropout"])
+            s.update(asdict(self.model.config))
         else:
             lines = (text for pair in corpus.train for text in pair)
             self.tokenizer = tf.Tokenizer.train(lines, s["vocab_size"])
@@ -445,15 +447,15 @@ class Run:
         tokens = [int(rows.lengths.sum()) for rows in self.train_rows]
         ids = np.concatenate([rows.ids for rows in self.val_rows])
         unknown = (ids == tf.UNK).mean()
-        by_bytes = ((ids > tf.UNK) & (ids <= tf.UNK + 256)).mean()  # what the alphabet of the training text lacks
+        by_bytes = ((ids > tf.UNK) & (ids <= tf.UNK + 256)).mean()  # characters that the tokenizer's text did not have
         epochs = s["steps"] * s["accumulate"] / len(self.sampler)
         self.log(
             f"vocabulary {self.tokenizer.vocab_size}, tokenizer {self.tokenizer.sha256[:16]}; tokens: source "
             f"{tokens[0]}, target {tokens[1]}, ratio {tokens[1] / tokens[0]:.2f}; "
             f"in validation: unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}"
         )
-        if unknown > 0.01:
-            self.log("warning: more than 1% of the validation tokens are unknown to this tokenizer")
+        if unknown + by_bytes > 0.01:
+            self.log("warning: over 1% of the validation tokens stand for characters that this tokenizer never saw")
         for src, tgt in random.Random(s["seed"]).sample(c.train, min(3, len(c.train))):
             self.log(f"  source: {src}\n  target: {tgt}")
         self.log(f"model: {self.model.n_parameters():,} parameters, {self.model.config}")
@@ -464,17 +466,19 @@ class Run:
 
     # Validation: what counts is text, made the way a user will make it.
 
-    def validate(self, samples=3):
+    def validate(self, kind="valid", step=None, samples=3):
+        """Scores of the model as it stands; `step` says of which update it is, if not of the last."""
         start = time.perf_counter()
         nll, tokens = tf.pairs_nll(self.model, *self.val_rows)
         sources, references = zip(*self.corpus.val)
         outputs = tf.translate(self.model, self.tokenizer, sources)
-        scores = dict(step=self.state["step"], val_nll=nll / tokens, val_ppl=math.exp(min(nll / tokens, 700)))
+        scores = dict(kind=kind, step=step or self.state["step"])
+        scores |= dict(val_nll=nll / tokens, val_ppl=math.exp(min(nll / tokens, 700)))
         scores |= tf.score_text(outputs, references)
         scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
         seconds = time.perf_counter() - start
         self.log(
-            f"valid {scores['step']}: nll {scores['val_nll']:.4f}  ppl {scores['val_ppl']:.2f}  "
+            f"{kind} {scores['step']}: nll {scores['val_nll']:.4f}  ppl {scores['val_ppl']:.2f}  "
             f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}  exact {scores['exact']:.1%}  "
             f"distinct {scores['distinct']:.1%}  ({seconds:.0f} s)  "
             f"[{scores['bleu_signature']}] [{scores['chrf_signature']}]"
@@ -490,8 +494,8 @@ class Run:
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def forget_later_metrics(self):
-        """What was logged after the checkpoint will be logged again, and the last line may be half a line."""
+    def forget_later(self):
+        """What was logged and kept after the checkpoint will come again, and the last line may be half a line."""
         path, kept = self.folder / "metrics.jsonl", []
         for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
             try:
@@ -499,16 +503,19 @@ class Run:
             except ValueError:
                 pass
         tf.write_atomically(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
+        for path in self.folder.glob("step-*.pt"):
+            if int(path.stem.removeprefix("step-")) > self.state["step"]:
+                path.unlink()
 
     def is_better(self, scores):
         by = self.settings["best_by"]
         new = -scores["val_nll"] if by == "nll" else scores[by]
-        if self.state["best"] is not None and new <= self.state["best"]:  # a tie keeps the earlier one
-            return False
-        self.state.update(best=new, best_step=self.state["step"])
+        if not math.isfinite(new) or self.state["best"] is not None and new <= self.state["best"]:
+            return False  # a tie keeps the earlier one
+        self.state["best"] = new
         return True
 
-    def save(self, name, model=None, optimizer=True):
+    def save(self, name, optimizer=True):
         """Write a checkpoint into the run's folder. A disk that will not take it costs this save, not the run."""
         rest = dict(
             state=dict(self.state),
@@ -520,7 +527,7 @@ class Run:
         if optimizer:
             rest["optimizer"] = self.optimizer.state_dict()
         try:
-            tf.save_checkpoint(self.folder / name, model or self.model, self.tokenizer, **rest)
+            tf.save_checkpoint(self.folder / name, self.model, self.tokenizer, **rest)
         except OSError as error:
             self.log(f"warning: {error}; the older file stays, training goes on")
 
@@ -570,7 +577,7 @@ class Run:
         failures, start, start_step = 0, time.perf_counter(), state["step"]
         self.began = start - state["seconds"]  # as if the run had never been interrupted
         since, heard = start, 0  # for the speed: when the last log line was, and target tokens since
-        while state["step"] < s["steps"]:
+        while state["step"] < s["steps"] and not self.out_of_patience():
             result = self.update()
             if result is None:
                 state["skipped"] += 1
@@ -608,19 +615,21 @@ class Run:
                 )
                 self.metric(row)
                 state["interval"], since, heard = [0.0, 0.0, 0], now, 0
-            if step % s["eval_every"] == 0 or step == s["steps"]:
+            evaluate = step % s["eval_every"] == 0 or step == s["steps"]
+            if evaluate:
                 pause = time.perf_counter()
                 self.checkpoint_validation(self.validate())
                 start, since = (t + time.perf_counter() - pause for t in (start, since))  # not training time
-            if step % s["save_every"] == 0 or step == s["steps"] or self.stop_signal:
+            if evaluate or step % s["save_every"] == 0 or self.stop_signal:  # after it: the best score belongs to it
                 self.save("last.pt")
             if self.stop_signal:
                 self.log(f"stopped by a signal at step {step}; go on with: python train.py --resume {self.folder}")
                 raise SystemExit(128 + self.stop_signal)
-            if s["patience"] and state["stale"] >= s["patience"]:
-                self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
-                self.save("last.pt")
-                break
+        if self.out_of_patience():
+            self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
+
+    def out_of_patience(self):
+        return 0 < self.settings["patience"] <= self.state["stale"]
 
     def checkpoint_validation(self, scores):
         state, keep = self.state, max(self.settings["keep"], self.settings["average"])
@@ -635,16 +644,19 @@ class Run:
             state["stale"] += 1
 
     def finish(self):
-        """Averaging, the verdict on the best checkpoint, and what to try next."""
+        """Averaging, the verdict on the best checkpoint, and what to try next. -> exit status"""
         paths = sorted(self.folder.glob("step-*.pt"))[-self.settings["average"] :] if self.settings["average"] else []
         if len(paths) > 1:
             self.log(f"average of the last {len(paths)} checkpoints:")
-            self.model.load_state_dict(tf.average_checkpoints(paths, self.device)[0].state_dict())
-            if self.is_better(self.validate(samples=0)):
+            last, self.model = self.model, tf.average_checkpoints(paths, self.device)[0]
+            if self.is_better(self.validate("average", samples=0)):
                 self.save("best.pt", optimizer=False)
+            self.model = last
+        self.state["finished"] = True
+        self.save("last.pt")  # with the best score so far: a longer run has to beat it
         self.model, _, rest = tf.load_checkpoint(self.folder / "best.pt", self.device)
-        self.log(f"best checkpoint, of step {rest['state']['best_step']}:")
-        scores = self.validate(samples=10)
+        self.log("the best checkpoint:")
+        scores = self.validate("best", rest["state"]["step"], samples=10)
         if "overfit" in self.settings:
             done = scores["exact"] == 1.0
             self.log(
@@ -712,6 +724,8 @@ def resume_settings(given):
 def main(argv=None):
     given = parse_arguments(argv)
     try:
+        if "steps" in given and "epochs" in given:
+            raise ValueError("--steps and --epochs exclude each other")
         resume, dry_run = None, given.pop("dry_run", False)
         if "resume" in given:
             settings, resume = resume_settings(given)
@@ -729,10 +743,11 @@ def main(argv=None):
             )
         else:
             run.log(f"resumed at step {run.state['step']}")
-            if run.state["step"] >= settings["steps"]:
+            if run.state["finished"] and (run.state["step"] >= settings["steps"] or run.out_of_patience()):
                 run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
                 return 0
-            run.forget_later_metrics()
+            run.state["finished"] = False
+            run.forget_later()
         handle_signals(run)
         run.train()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the run is saved: nothing left to finish first

@@ -3,14 +3,15 @@
                                    next-token logits (B,T,V)
                                              |
                                    states x table^T            one table, three uses
-       memory (B,S,D)                        |
-            |                        +---------------+
-    +---------------+                | feed-forward  |
-    | feed-forward  |                | add & norm    |
-    | add & norm    |--- keys, ----> | cross-        |
-    | self-         |    values      |   attention   |
-    |   attention   |                | add & norm    |
-    | add & norm    |                | self-attention| sees no future
+                                             |
+       memory (B,S,D) -- keys, --+   +---------------+
+            |            values  |   | feed-forward  |
+    +---------------+            |   | add & norm    |
+    | feed-forward  |            +-> | cross-        |
+    | add & norm    |                |   attention   |
+    | self-         |                | add & norm    |
+    |   attention   |                | self-attention| sees no future
+    | add & norm    |                | add & norm    |
     +---------------+ x N            +---------------+ x N
             |                                |
    table[src] * sqrt(D) + PE        table[tgt] * sqrt(D) + PE
@@ -28,8 +29,9 @@ Read it from top to bottom; nothing is used before it is explained.
      7  LayerNorm, residual       3.1, 5.4     14  From text to text, checkpoints 6.1
 
 Shape letters, on every reshape: B batch, S source length, T target length, D d_model, H heads, K head size (D/H),
-F feed-forward size, V vocabulary, N layers, W beams. A mask says True where attention is allowed. Sequences are
-padded on the right only.
+F feed-forward size, V vocabulary, N layers, W beams. Besides: L a length that is either S or T, t target tokens decoded
+so far, R rows that have a label, B' sources that are still searched. (In code, F is torch.nn.functional.) A mask says
+True where attention is allowed. Sequences are padded on the right only.
 
 Where this file departs from the paper:
   - The projections of attention carry biases, as torch.nn's do; the paper's formula shows none.
@@ -65,7 +67,7 @@ from torch.nn import functional as F
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
 # One switch for the three places where a formula of this file has a faster twin: attention and LayerNorm (kernels of
-# PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold both to the same
+# PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold each pair to the same
 # numbers.
 FUSED = True
 
@@ -104,7 +106,8 @@ class Config:
 
 
 PRESETS = {
-    "tiny": dict(n_layers=4, d_model=128, n_heads=4, d_ff=256, dropout=0.3),  # Wu et al., 2021, for small corpora
+    "tiny": dict(n_layers=4, d_model=128, n_heads=4, d_ff=256, dropout=0.3),  # for small corpora: "Good for
+    # Misconceived Reasons" (Wu et al., ACL 2021) trains it on Multi30k
     "small": dict(n_layers=4, d_model=256, n_heads=8, d_ff=1024, dropout=0.1),
     "base": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, dropout=0.1),
     "big": dict(n_layers=6, d_model=1024, n_heads=16, d_ff=4096, dropout=0.3),
@@ -134,8 +137,8 @@ def causal_mask(length, device=None):
 #
 #     Attention(q, k, v) = softmax(q k^T / sqrt(K)) v
 #
-# For q and k with independent entries of variance 1 the product has variance K; without the root the softmax would
-# sit where it is nearly one-hot and its gradient nearly 0.
+# For q and k with independent entries of mean 0 and variance 1 the product has variance K; without the root the softmax
+# would sit where it is nearly one-hot and its gradient nearly 0.
 #   query (B,H,T,K)   key, value (B,H,S,K)   mask (B|1,1,T|1,S)   ->   (B,H,T,K)
 
 
@@ -145,6 +148,7 @@ def attention_weights(query, key, mask=None):
     if mask is None:
         return scores.softmax(-1)
     # The lowest finite number, not -inf: a row of -inf alone would be NaN, and its gradient would ruin every weight.
+    # That row's softmax is uniform; the second fill makes it 0. All other rows are 0 there already.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1).masked_fill(~mask, 0.0)
 
@@ -154,7 +158,7 @@ def attention(query, key, value, mask=None, causal=False):
     fused kernel aligns its triangle at the top left, so one cached query over S keys would see the first key only."""
     if causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(f"causal attention needs equal lengths, not {query.shape[-2]} and {key.shape[-2]}")
-    # For short sequences on a CPU, the fused kernel's backward takes several times as long as the formula's.
+    # On a CPU, for sentences, the kernel's backward takes several times as long as the formula's: not in training.
     if FUSED and not (query.requires_grad and query.device.type == "cpu"):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
     if causal:
@@ -169,16 +173,62 @@ def attention(query, key, value, mask=None, causal=False):
 #     MultiHead(x, m) = Concat(head_1 .. head_H) W^O,    head_h = Attention(x W^Q_h, m W^K_h, m W^V_h)
 #
 # The H projections of each kind lie side by side in one D x D matrix, and the three kinds in one (3D, D) matrix, so
-# that self-attention is a single product. Cross-attention takes the first third for the queries and the other two
-# for the memory. The paper has it in three places: encoder self-attention, decoder self-attention (causal), and
+# that self-attention projects in a single product. Cross-attention takes the first third for the queries and the other
+# two for the memory. The paper has it in three places: encoder self-attention, decoder self-attention (causal), and
 # cross-attention, whose queries come from the decoder and whose keys and values come from the encoder.
+
+
+# A search feeds one target token at a time, and would compute the keys and values of all earlier ones again at every
+# step. What it keeps instead, per decoder layer: the keys and values of the target tokens so far, which grow by
+# one each step and belong to a beam (row), and those of the memory, which never change and belong to a source.
+
+
+@dataclass
+class LayerCache:
+    memory: tuple  # keys, values (B,H,S,K)
+    key: torch.Tensor | None = None  # (B*W,H,t,K)
+    value: torch.Tensor | None = None
+
+    @property
+    def length(self):
+        return 0 if self.key is None else self.key.shape[2]
+
+    def append(self, key, value):
+        if self.key is not None:
+            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)  # (B*W,H,t+T,K)
+        self.key, self.value = key, value
+        return key, value
+
+
+@dataclass
+class Cache:
+    """All layers' caches. Every layer is reordered together: one forgotten would mix two beams' histories, and the
+    search would still run, only wrong."""
+
+    layers: list
+
+    @property
+    def length(self):
+        return self.layers[0].length
+
+    def reorder(self, rows):
+        """Row r continues what was row rows[r]: (B*W,) indices."""
+        for layer in self.layers:
+            layer.key, layer.value = layer.key.index_select(0, rows), layer.value.index_select(0, rows)
+
+    def keep_sources(self, sources):
+        """Only these of the B sources stay. The memory is touched here and nowhere else."""
+        for layer in self.layers:
+            layer.memory = tuple(x.index_select(0, sources) for x in layer.memory)
 
 
 class MultiHeadAttention(nn.Module):
     def __init__(self, d_model, n_heads):
         super().__init__()
         self.n_heads = n_heads
-        self.qkv = nn.Linear(d_model, 3 * d_model)  # W^Q, W^K, W^V, in this order of rows
+        self.qkv = nn.Linear(
+            d_model, 3 * d_model
+        )  # W^Q, W^K, W^V one below the other (transposed, as nn.Linear keeps them)
         self.out = nn.Linear(d_model, d_model)  # W^O
 
     def split(self, x, parts):
@@ -235,8 +285,9 @@ class FeedForward(nn.Module):
 
 
 # --- 6. Embedding and positions (§3.4, §3.5) -----------------------------------------------------------------------
-# A token is a row of the table. Attention knows no order (permute the keys and nothing changes), so each position
-# adds a fingerprint of its own: pairs of sine and cosine, whose wavelengths run from 2 pi to 10000 * 2 pi.
+# A token is a row of the table. Attention knows no order (permute keys and values together and nothing changes), so
+# each position adds a fingerprint of its own: pairs of sine and cosine, whose wavelengths run from 2 pi to 10000 * 2
+# pi.
 #
 #     PE(pos, 2i) = sin(pos / 10000^(2i/D))      PE(pos, 2i+1) = cos(pos / 10000^(2i/D))
 #
@@ -245,11 +296,12 @@ class FeedForward(nn.Module):
 #
 # Scales: the table's rows have entries of standard deviation D^-0.5 (section 9), so a row times sqrt(D) has entries
 # near 1, as the sinusoids have, and as an output matrix the same rows give logits near 1. Without sqrt(D) the
-# positions would drown the words; with nn.Embedding's default deviation of 1 the first loss would be 62, not ln V.
+# positions would drown the words. With nn.Embedding's default deviation of 1 the logits would have deviation sqrt(D),
+# and the first loss would be tens of nats instead of ln V + 1/2.
 
 
 def sinusoids(length, d_model):
-    """(length, D), §3.5. The frequencies are made in log space: 10000^(2i/D) as exp of a product, in float64."""
+    """(length, D), §3.5. The frequencies 10000^(-2i/D) are made in log space, as exp of a product, in float64."""
     frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))  # (D/2,)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency  # (length, D/2)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).float()  # (length, D/2, 2) -> (length, D)
@@ -267,10 +319,11 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.p)
-        # PyTorch's generator for CPUs is slow and takes one draw a number. One draw of 64 bits makes four coins of 16.
+        # PyTorch's CPU dropout takes one slow draw for each number. Here a draw of 64 bits makes four coins of 16 bits,
+        # in a third of the time; p is met to 2^-16.
         draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         coins = draws.view(torch.int16)[: x.numel()].view(x.shape)  # uniform over -2^15 .. 2^15 - 1
-        keep = coins >= round(self.p * 2**16) - 2**15
+        keep = coins >= min(round(self.p * 2**16), 2**16 - 1) - 2**15  # (the threshold must itself fit into 16 bits)
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 
 
@@ -285,7 +338,7 @@ class Embedding(nn.Module):
     def forward(self, ids, start=0):
         """(B,L) ids of positions start .. start+L-1 -> (B,L,D). Raises ValueError past max_len."""
         end = start + ids.shape[1]
-        if end > len(self.positions):  # asked on the host: on a GPU the index error would take the process with it
+        if end > len(self.positions):  # a slice past the end comes back short, and one row of it would be broadcast
             raise ValueError(f"a sequence of {end} tokens is longer than the model's max_len of {len(self.positions)}")
         words = F.embedding(ids, self.table) * math.sqrt(self.table.shape[1])
         return self.dropout(words + self.positions[start:end])  # (B,L,D) + (L,D)
@@ -335,7 +388,13 @@ class Residual(nn.Module):
 
 # --- 8. Encoder and decoder (§3.1) ---------------------------------------------------------------------------------
 # An encoder layer looks around in the source, then thinks. A decoder layer looks back over the target so far, then
-# into the source, then thinks.
+# into the source, then thinks. What goes in comes out in the same shape, so layers can be stacked:
+#
+#     encoder layer   x (B,S,D) -> self-attention -> feed-forward -> (B,S,D)
+#     decoder layer   x (B,T,D) -> causal self-attention -> cross-attention to memory (B,S,D) -> feed-forward -> (B,T,D)
+#
+# Each of these sub-layers stands inside a residual connection with a norm of its own: 2 in an encoder layer, 3 in a
+# decoder layer.
 
 
 class EncoderLayer(nn.Module):
@@ -390,54 +449,11 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
-# What a search keeps between steps, per decoder layer: the keys and values of the target tokens so far, which grow by
-# one each step and belong to a beam (row), and those of the memory, which never change and belong to a source.
-
-
-@dataclass
-class LayerCache:
-    memory: tuple  # keys, values (B,H,S,K)
-    key: torch.Tensor | None = None  # (B*W,H,t,K)
-    value: torch.Tensor | None = None
-
-    @property
-    def length(self):
-        return 0 if self.key is None else self.key.shape[2]
-
-    def append(self, key, value):
-        if self.key is not None:
-            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)  # (B*W,H,t+T,K)
-        self.key, self.value = key, value
-        return key, value
-
-
-@dataclass
-class Cache:
-    """All layers' caches. Every layer is reordered together: one forgotten would mix two beams' histories, and the
-    search would still run, only wrong."""
-
-    layers: list
-
-    @property
-    def length(self):
-        return self.layers[0].length
-
-    def reorder(self, rows):
-        """Row r continues what was row rows[r]: (B*W,) indices."""
-        for layer in self.layers:
-            layer.key, layer.value = layer.key.index_select(0, rows), layer.value.index_select(0, rows)
-
-    def keep_sources(self, sources):
-        """Only these of the B sources stay. The memory is touched here and nowhere else."""
-        for layer in self.layers:
-            layer.memory = tuple(x.index_select(0, sources) for x in layer.memory)
-
-
 # --- 9. The model (§3, §3.4) ---------------------------------------------------------------------------------------
 # forward:  src, tgt  ->  memory = encoder(embed(src))  ->  states = decoder(embed(tgt), memory)  ->  states x table^T
 #
 # §3.4: one (V,D) table embeds the source, embeds the target, and maps states to logits. A word's vector thus learns
-# from all three, and a small model saves two thirds of its largest matrix. It needs one vocabulary for both
+# from all three, and one matrix stands in place of three. It needs one vocabulary for both
 # languages.
 
 
@@ -484,7 +500,7 @@ class Transformer(nn.Module):
         """tgt (B,T), memory (B,S,D), src_mask = padding_mask(src) -> states (B,T,D), which `logits` turns into scores.
 
         With a cache from `start_cache`, tgt holds only the tokens that the cache has not seen, (B*W,T), and its
-        position is the number of cached tokens."""
+        position is the number of cached tokens; memory may be None, as the cache has its keys and values."""
         if cache is None:
             return self.decoder(self.tgt_embedding(tgt), memory, src_mask)
         return self.decoder(self.tgt_embedding(tgt, cache.length), memory, src_mask, caches=cache.layers)
@@ -518,7 +534,8 @@ class Transformer(nn.Module):
 
 # --- 10. Label-smoothed loss (§5.4) --------------------------------------------------------------------------------
 # Cross-entropy alone is never content: it pays for probability 1.0. Smoothing (Szegedy et al., 2015) asks for 1 - e
-# on the label y and spreads e evenly over the vocabulary, here without PAD, which is no word:
+# on the label y and spreads e evenly over the vocabulary, here without PAD, which is no word but our way to fill a
+# rectangle (BOS and the bytes get their share like any other piece):
 #
 #     NLL      = -log p_y                                     true negative log-likelihood, what perplexity is made of
 #     smoothed = (1 - e) NLL + e mean_{k != PAD} (-log p_k)   what is trained; its minimum is not 0, but the entropy
@@ -535,6 +552,11 @@ class LossSums:
     tokens: int
 
 
+def at_least_float32(x):
+    """A sum over V terms in bfloat16 would keep two digits, so losses leave half precision first."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def label_smoothed_loss(logits, labels, smoothing=0.1):
     """logits (B,T,V) for labels (B,T), with PAD where there is none -> LossSums. The formula, as it is written above.
     Pad positions take no part: not in the sums, not in the count, and no gradient reaches them."""
@@ -545,35 +567,33 @@ def label_smoothed_loss(logits, labels, smoothing=0.1):
     return LossSums((1 - smoothing) * nll + smoothing * spread, nll.detach(), len(log_probs))
 
 
-def at_least_float32(x):
-    """A sum over V terms in bfloat16 would keep two digits, so losses leave half precision first."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-# In training, logits are the largest thing there is: B*T*V numbers, read and written half a dozen times by autograd,
-# mostly out of cache. But their gradient is known without autograd,
+# In training, logits are the largest thing there is: B*T*V numbers, which autograd reads and writes half a dozen times,
+# from main memory, as no cache holds them. But their gradient is known without autograd,
 #
 #     d smoothed / d z = softmax(z) - target,     target = 1 - e at the label, plus e/(V-1) everywhere but at PAD
 #
 # so the last product, the loss and both gradients can be had a few rows at a time, and the whole (B,T,V) is never
-# stored. The output projection belongs to it for that reason. Tested equal to the formula, gradients included.
+# stored. The output projection belongs to it for that reason. The gradients are made in the forward pass, while the
+# rows are at hand: all that backward can add is one factor, the gradient of the sum itself. Validation asks for no
+# gradient and skips them. Tested equal to the formula, gradients included.
 
 
 class FusedLoss(torch.autograd.Function):
-    CHUNK = 1 << 22  # logits at a time: 16 MB, which a processor's cache holds
+    CHUNK = 1 << 22  # logits at a time: 16 MB, which a processor's cache holds; an accelerator gets more, below
 
     @staticmethod
     def forward(ctx, states, table, labels, smoothing):
         """states (R,D), table (V,D), labels (R,) without PAD -> smoothed and NLL, summed."""
         V = len(table)
         device = states.device.type
-        d_states, d_table = torch.empty_like(states), torch.zeros_like(table)
+        d_states, d_table = torch.empty_like(states), torch.zeros_like(table)  # d_table sums over the chunks
+        dtype = torch.promote_types(table.dtype, torch.float32)
         if torch.is_autocast_enabled(device):  # products in half precision, sums and softmax in float32
             states, table = (x.to(torch.get_autocast_dtype(device)) for x in (states, table))
-        share = torch.full((V,), smoothing / (V - 1), device=states.device, dtype=d_table.dtype)
+        share = torch.full((V,), smoothing / (V - 1), device=states.device, dtype=dtype)  # (V,) of the smoothed target
         share[PAD] = 0.0
-        smoothed = nll = torch.zeros((), device=states.device, dtype=d_table.dtype)
-        rows = max(1, FusedLoss.CHUNK // V)
+        smoothed = nll = torch.zeros((), device=states.device, dtype=dtype)
+        rows = max(1, FusedLoss.CHUNK * (1 if device == "cpu" else 16) // V)
         with torch.autocast(device, enabled=False):
             for h, y, d_h in zip(states.split(rows), labels.split(rows), d_states.split(rows)):
                 log_probs = at_least_float32(h @ table.T).log_softmax(-1)  # (rows,V)
@@ -591,6 +611,7 @@ class FusedLoss(torch.autograd.Function):
         return smoothed, nll
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, d_smoothed, _):
         d_states, d_table = ctx.saved_tensors
         return d_smoothed * d_states, d_smoothed * d_table, None, None
@@ -634,9 +655,9 @@ def adam(model):
 
 
 def normalize(text):
-    """NFC, with every run of white space made one space and none at the ends. ZWJ and ZWNJ are letters' business and
-    stay. U+2581 is what SentencePiece writes for a space and U+0000 what it ends strings with: both count as space.
-    A lone surrogate, which UTF-8 cannot carry, becomes U+FFFD."""
+    """NFC, with every run of white space made one space and none at the ends. ZWJ and ZWNJ, which decide how
+    letters join, stay. U+2581 is what SentencePiece writes for a space and U+0000 what it ends strings with: both count
+    as space. A lone surrogate, which UTF-8 cannot carry, becomes U+FFFD."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return " ".join(unicodedata.normalize("NFC", text).replace("\u2581", " ").replace("\0", " ").split())
 
@@ -657,15 +678,16 @@ class Tokenizer:
             raise ValueError(f"the tokenizer has PAD, BOS, EOS, UNK = {ids}; train it with {(PAD, BOS, EOS, UNK)}")
 
     @classmethod
-    def train(cls, lines, vocab_size, model_type="bpe"):
-        """Learn at most vocab_size pieces from lines of text. A small corpus has fewer to give: see .vocab_size.
+    def train(cls, lines, vocab_size):
+        """Learn at most vocab_size pieces from lines of text, by byte pair encoding. A small corpus has fewer to give:
+        see .vocab_size.
         Raises ValueError when vocab_size cannot hold the alphabet, naming the size that can."""
         lines = [line for line in map(normalize, lines) if line]
-        # Every character of the corpus gets a piece, the 256 bytes stand by for characters never seen, so nothing a
-        # user types is lost; ' ' is counted as the piece that marks a word's start.
-        smallest = len(set().union(*lines)) + 256 + UNK + 1 + 1
         if not lines:
             raise ValueError("there is no text to learn a vocabulary from")
+        # Every character of the corpus gets a piece, and the 256 bytes stand by for characters never seen, so nothing
+        # that a user types is lost. The space is always there: SentencePiece writes one before the first word.
+        smallest = len({" "}.union(*lines)) + 256 + UNK + 1
         if vocab_size < smallest:
             raise ValueError(
                 f"vocab_size {vocab_size} is too small for this text: its characters, 256 bytes and "
@@ -676,7 +698,7 @@ class Tokenizer:
             sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=vocab_size,
-            model_type=model_type,
+            model_type="bpe",
             hard_vocab_limit=False,
             pad_id=PAD,
             bos_id=BOS,
@@ -697,7 +719,7 @@ class Tokenizer:
         return self.pieces.get_piece_size()
 
     def encode(self, text):
-        """Normalised text -> ids, without BOS and EOS. Text that looks like a control piece ("</s>") stays text."""
+        """Text, normalised here -> ids, without BOS and EOS. What looks like a control piece ("</s>") stays text."""
         return self.pieces.encode(normalize(text))
 
     def decode(self, ids):
@@ -721,7 +743,7 @@ class TokenRows:
             rows = tokenizer.pieces.encode([normalize(line) for line in lines[start : start + chunk]], num_threads=-1)
             parts.append(np.fromiter((i for row in rows for i in row), dtype))
             lengths += map(len, rows)
-        return cls(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+        return cls(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.int64))
 
     def __len__(self):
         return len(self.offsets) - 1
@@ -761,9 +783,10 @@ def collate(src_rows, tgt_rows, indices):
 class TokenBatchSampler:
     """Batches of pairs of similar length, each at most `batch_tokens` padded tokens on its larger side.
 
-    The pairs of an epoch are shuffled, sorted by length (so the shuffle decides among equals), cut into batches, and
-    the batches shuffled. Sorted lengths are the same in every epoch, so the cuts are too: they are made once, and the
-    number of batches never changes. The order is a pure function of (seed, epoch); each pair comes once an epoch.
+    The pairs of an epoch are shuffled, sorted by length (target first, then source; the shuffle decides among equals),
+    cut into batches, and the batches shuffled. Sorted lengths are the same in every epoch, so
+    the cuts are too: they are made once, and the number of batches never changes. The order is a pure function of
+    (seed, epoch); each pair comes once an epoch.
     """
 
     def __init__(self, src_lengths, tgt_lengths, batch_tokens, seed=0):
@@ -818,6 +841,9 @@ def length_penalty(n, alpha):
     return ((5 + n) / 6) ** alpha
 
 
+NOT_FINITE = "the model gives numbers that are not finite: its weights are damaged"
+
+
 @contextmanager
 def evaluation(model):
     """`with evaluation(model)`: no dropout, no gradients; the model's mode is restored whatever happens inside."""
@@ -838,9 +864,10 @@ def output_limits(model, src, extra_len):
 
 def next_log_probs(model, last, src_mask, cache, at_limit):
     """Log-probabilities (B*W,V) of what follows the newest tokens `last` (B*W,1). PAD and BOS are never said; a row
-    at its limit can only end, so that every hypothesis is whole and its log_prob includes EOS."""
+    at its limit can only end, so that every hypothesis is whole and its log_prob includes EOS. Both are ruled out after
+    the softmax and nothing is made up for it: a log_prob is the model's own."""
     states = model.decode(last, None, src_mask, cache)  # (B*W,1,D); the cache stands for the memory
-    log_probs = model.logits(states[:, -1]).float().log_softmax(-1)  # (B*W,V)
+    log_probs = at_least_float32(model.logits(states[:, -1])).log_softmax(-1)  # (B*W,V)
     log_probs[:, [PAD, BOS]] = -torch.inf
     if at_limit.any():
         only_eos = torch.arange(log_probs.shape[1], device=last.device) != EOS  # (V,)
@@ -849,7 +876,8 @@ def next_log_probs(model, last, src_mask, cache, at_limit):
 
 
 def greedy_search(model, src, alpha=0.6, extra_len=50):
-    """src (B,S) -> for each source a list of one Hypothesis: the most probable token at every step."""
+    """src (B,S) -> for each source a list of one Hypothesis: the most probable token at every step. The search at its
+    plainest, to be read before the next one, and to check it by (a beam of one must give the same)."""
     with evaluation(model):
         src_mask, limits = padding_mask(src), output_limits(model, src, extra_len)
         cache = model.start_cache(model.encode(src))
@@ -863,13 +891,17 @@ def greedy_search(model, src, alpha=0.6, extra_len=50):
             for b in going.nonzero().flatten().tolist():  # an ended row runs on unheard until the last one ends
                 tokens[b].append(last[b].item())
         sums = log_prob.tolist()
+        if not all(map(math.isfinite, sums)):
+            raise ValueError(NOT_FINITE)
         return [[Hypothesis(t, s, s / length_penalty(len(t) + 1, alpha))] for t, s in zip(tokens, sums)]
 
 
 def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
     """src (B,S) -> for each source up to n_best Hypotheses, best first (§6.1; stopping as proven below).
 
-    Each source's result is its own: no step mixes sources, and one that is done leaves the batch.
+    Each source's result is its own: no step mixes sources, and one that is done leaves the batch. (To
+    rounding: a product over another number of rows may differ in its last bit, which can decide between two equally
+    good hypotheses.)
     Raises ValueError for n_best outside 1 .. beam_size, for alpha < 0, and for a model whose numbers are not finite.
     """
     if not 1 <= n_best <= beam_size:
@@ -897,11 +929,12 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
             )  # (B*W,V)
             pool = (log_prob[:, :, None] + step.view(B, W, V)).flatten(1)  # (B,W*V)
             # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
-            pool_log_prob, index = pool.topk(min(2 * W, W * V))  # (B,2W), best first
+            pool_log_prob, index = pool.topk(2 * W)  # (B,2W), best first
             beam, token = index // V, index % V  # (B,2W) which beam it continues, and with what
             ends = token == EOS  # (B,2W)
 
-            # --- finish: an ending counts if it is among the best W, as any other continuation has to be -----------
+            # --- finish: an ending counts if it is among the best W of the pool ------------------------------------
+            # It takes no place in the beam, which goes on at full width; so W more candidates were drawn.
             n = t  # tokens of a hypothesis that ends now: t - 1 after BOS, and EOS
             counts = ends[:, :W] & (pool_log_prob[:, :W] > -torch.inf)  # (B,W)
             for b, k in counts.nonzero().tolist():
@@ -912,16 +945,20 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
                 del best[n_best:]
 
             # --- go on: the best W that do not end -----------------------------------------------------------------
+            # (With a tiny vocabulary fewer than W may be possible. The rest are at -inf, hold any token, and stay
+            # there.)
             log_prob, pick = pool_log_prob.masked_fill(ends, -torch.inf).topk(W)  # (B,W), best first
-            beam, token = beam.gather(1, pick), token.gather(1, pick)  # (B,W)
-            tokens = torch.cat([tokens.gather(1, beam[:, :, None].expand(B, W, t)), token[:, :, None]], 2)  # (B,W,t+1)
+            parent, token = beam.gather(1, pick), token.gather(1, pick)  # (B,W) whom each continues, and with what
+            history = tokens.gather(1, parent[:, :, None].expand(B, W, t))  # (B,W,t)
+            tokens = torch.cat([history, token[:, :, None]], 2)  # (B,W,t+1)
 
             # --- stop a source when nothing unfinished can win -----------------------------------------------------
             # A beginning's log_prob only falls as it grows, and lp only rises with length, so the most it can ever
             # score is its present log_prob over lp at the limit (log_prob is negative: a larger lp lifts it). Once
-            # the n_best-th finished score is not below that of the best beginning, no continuation can displace it.
-            # At the limit every beginning has ended and log_prob is -inf. A beam of one is greedy search, by
-            # definition: it follows the most probable token, and that was EOS.
+            # the n_best-th finished score is not below that of the best beginning (the first: they are sorted), no
+            # continuation can displace it. At the limit every beginning has ended and log_prob is -inf. (NaN is not
+            # above -inf either: a damaged model leaves here with nothing finished.) A beam of one is greedy search,
+            # by definition: it follows the most probable token, and that was EOS.
             bound = log_prob[:, 0] / length_penalty(limits + 1, alpha)  # (B,)
             alive = [
                 reach > -math.inf and not (len(best) >= n_best and (best[-1].score >= reach or W == 1))
@@ -929,28 +966,30 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
             ]
             keep = torch.tensor(alive, dtype=torch.bool, device=src.device).nonzero().flatten()  # (B',)
 
-            # --- the cache follows: row b*W + w must hold the history of the beam that w continues -----------------
-            rows = (torch.arange(B, device=src.device)[:, None] * W + beam)[keep].flatten()  # (B'*W,)
+            # --- the cache follows: row b*W + w must hold the keys and values of the beam that w continues ---------
+            rows = (torch.arange(B, device=src.device)[:, None] * W + parent)[keep].flatten()  # (B'*W,)
             cache.reorder(rows)
             if len(keep) < B:
                 cache.keep_sources(keep)
                 source, src_mask, limits = source[keep], src_mask[keep], limits[keep]
                 tokens, log_prob = tokens[keep], log_prob[keep]
     if not all(finished):
-        raise ValueError("the model gives numbers that are not finite: its weights are damaged")
+        raise ValueError(NOT_FINITE)
     return finished
 
 
 # --- 14. From text to text; checkpoints (§6.1) ---------------------------------------------------------------------
+# What training and translating share: the way from lines to lines, reading, scoring, and the file that holds a model.
+# Text is read by one rule and translated by one function, so that what validation measures is what a user gets.
 
 
-def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, batch_tokens=8192, on_too_long=None):
-    """Lines of text -> one line of text for each, in order. This is the only way from text to text: what validation
-    scores is what a user gets.
+def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, batch_tokens=32768, on_too_long=None):
+    """Lines of text -> one line of text for each, in order.
 
-    Batches hold up to batch_tokens padded source tokens times beams. A blank line gives a blank line and never
-    reaches the model. So does a line of more than max_len tokens (EOS included): on_too_long(line number from 0,
-    tokens) is told; without it a warning says so."""
+    A batch holds up to batch_tokens padded tokens of the longest output possible (extra_len more than the source) times
+    beams: that bounds the cache whatever the model says. A blank line gives a blank line and never reaches the model.
+    So does a line of more than max_len tokens (EOS included): on_too_long(line number from 0, tokens) is told; without
+    it a warning says so."""
     out, rows, numbers = [""] * len(lines), [], []
     for number, line in enumerate(lines):
         ids = tokenizer.encode(line)
@@ -962,8 +1001,8 @@ def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, bat
         elif ids:
             rows.append(ids + [EOS])
             numbers.append(number)
-    lengths = [len(row) for row in rows]
-    sampler = TokenBatchSampler(lengths, lengths, max([batch_tokens // beam_size] + lengths))
+    lengths = [len(row) + extra_len for row in rows]
+    sampler = TokenBatchSampler(lengths, lengths, max([batch_tokens // beam_size] + lengths))  # one row always fits
     for batch in sampler.epoch(0):
         src = pad_rows([rows[i] for i in batch]).to(model.device)
         for i, hypotheses in zip(batch, beam_search(model, src, beam_size, alpha, extra_len=extra_len)):
@@ -1031,14 +1070,14 @@ def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
     return nll, tokens
 
 
-def score_text(hypotheses, references, tokenize="13a"):
+def score_text(hypotheses, references):
     """BLEU, chrF2++ (Post, 2018; Popovic, 2017) and the share of exact matches, of raw text against raw references, by
     sacrebleu. Raises ValueError when the counts differ."""
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import BLEU, CHRF  # here, so that who only reads or builds the model need not have it
 
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
-    bleu, chrf = BLEU(tokenize=tokenize), CHRF(word_order=2)
+    bleu, chrf = BLEU(), CHRF(word_order=2)
     scores = dict(
         bleu=bleu.corpus_score(hypotheses, [references]).score, chrf=chrf.corpus_score(hypotheses, [references]).score
     )
@@ -1058,7 +1097,7 @@ def write_atomically(path, write):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:  # Windows flushes only what is open for writing
             os.fsync(file.fileno())
         os.replace(temporary, path)
         if os.name == "posix":  # the new name itself is on disk only once the folder is
@@ -1069,17 +1108,14 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+FORMAT = 1  # of a checkpoint; a change that old programs cannot read gets another number
+
+
 def save_checkpoint(path, model, tokenizer, **rest):
     """Write model, configuration and tokenizer, and whatever else `rest` holds (tensors, numbers, strings, lists,
     dicts): optimizer state, step, hashes, flags. Raises OSError if the disk will not have it."""
-    content = dict(
-        rest,
-        format=1,
-        config=asdict(model.config),
-        model=model.state_dict(),
-        tokenizer=tokenizer.model_bytes,
-        tokenizer_sha256=tokenizer.sha256,
-    )
+    content = dict(rest, format=FORMAT, config=asdict(model.config), model=model.state_dict())
+    content |= dict(tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)
     try:
         write_atomically(path, lambda temporary: torch.save(content, temporary))
     except RuntimeError as error:  # what torch.save makes of a full disk
@@ -1092,15 +1128,19 @@ def load_checkpoint(path, device="cpu"):
     with open(path, "rb"):  # missing, a folder, or not ours to read: say that, and not that it is damaged
         pass
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, this program reads {FORMAT}")
+        tokenizer = Tokenizer(content.pop("tokenizer"))
+        if tokenizer.sha256 != content["tokenizer_sha256"]:
+            raise ValueError("its tokenizer does not have the hash that it was saved with")
         model = Transformer(Config(**content.pop("config")))
         model.load_state_dict(content.pop("model"))
-        tokenizer = Tokenizer(content.pop("tokenizer"))
+    except MemoryError:
+        raise
     except Exception as error:  # zip, pickle, key and shape errors: all mean the same to a user
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} is not a checkpoint of this program, or is damaged: {reason}") from None
-    if tokenizer.sha256 != content["tokenizer_sha256"]:
-        raise ValueError(f"{path} is damaged: its tokenizer does not have the hash it was saved with")
     return model.to(device).eval(), tokenizer, content
 
 
@@ -1112,7 +1152,7 @@ def average_checkpoints(paths, device="cpu"):
         raise ValueError("there is no checkpoint to average")
     total = None
     for path in paths:
-        model, tokenizer, rest = load_checkpoint(path, device)
+        model, tokenizer, rest = load_checkpoint(path)
         kind = (model.config, tokenizer.sha256)
         if total is None:
             total, first = {name: p.double() for name, p in model.state_dict().items()}, kind  # float64: no rounding
@@ -1122,4 +1162,4 @@ def average_checkpoints(paths, device="cpu"):
             for name, p in model.state_dict().items():
                 total[name] += p
     model.load_state_dict({name: p / len(paths) for name, p in total.items()})
-    return model, tokenizer, rest
+    return model.to(device), tokenizer, rest

@@ -39,10 +39,16 @@ def parse_arguments(argv):
         help="length penalty ((5+n)/6)^alpha; more favours longer translations (default 0.6)",
     )
     parser.add_argument(
+        "--extra-len",
+        type=tf.number(int, 0),
+        default=50,
+        help="most tokens that a translation may have more than its source (default 50)",
+    )
+    parser.add_argument(
         "--batch-tokens",
         type=tf.number(int, 1),
-        default=8192,
-        help="padded source tokens times beams in a batch (default 8192)",
+        default=32768,
+        help="tokens in a batch: beams times the longest translation possible (default 32768)",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
     parser.add_argument("--threads", type=tf.number(int, 1), help="CPU threads (default: PyTorch's choice)")
@@ -72,8 +78,9 @@ class Translator:
         path = args.checkpoint or find_checkpoint()
         device = tf.pick_device(args.device)
         self.model, self.tokenizer, rest = tf.load_checkpoint(path, device)
+        step = rest.get("state", {}).get("step", "unknown")
         print(
-            f"{path}: step {rest['state']['best_step']}, {self.model.n_parameters():,} parameters, {device}",
+            f"{path}: step {step}, {self.model.n_parameters():,} parameters, {device}",
             file=sys.stderr,
         )
 
@@ -90,7 +97,7 @@ class Translator:
 
         a = self.args
         return tf.translate(
-            self.model, self.tokenizer, lines, a.beam, a.alpha, batch_tokens=a.batch_tokens, on_too_long=too_long
+            self.model, self.tokenizer, lines, a.beam, a.alpha, a.extra_len, a.batch_tokens, on_too_long=too_long
         )
 
     def file(self, lines, out, progress):
