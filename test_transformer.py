@@ -1262,11 +1262,22 @@ class Hostile:
 def test_damaged_and_hostile_files_are_refused(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "a.pt"
     tf.save_checkpoint(path, small(dtype=torch.float32), tokenizer)
+    tf.load_checkpoint(path)
     whole = path.read_bytes()
     monkeypatch.setenv("HOSTILE_MARK", str(tmp_path / "mark"))
     foreign = io.BytesIO()
     torch.save({"format": 2}, foreign)
-    for content in (b"", b"text", whole[: len(whole) // 2], pickle.dumps(Hostile()), foreign.getvalue()):
+    flips = [bytearray(whole) for _ in range(20)]
+    for i, flip in enumerate(flips):  # one bit of the weights, somewhere
+        flip[len(whole) // 2 + 37 * i] ^= 1 << i % 8
+    for content in (
+        b"",
+        b"text",
+        whole[: len(whole) // 2],
+        pickle.dumps(Hostile()),
+        foreign.getvalue(),
+        *map(bytes, flips),
+    ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="a.pt is not a checkpoint"):
             tf.load_checkpoint(path)
@@ -1274,6 +1285,79 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, tokenizer, monkeypatch)
     with pytest.raises(ValueError):
         tf.load_checkpoint(path)
     assert not (tmp_path / "mark").exists()
+
+
+def test_links_replace_links_only(corpus, tmp_path, monkeypatch):
+    """A run in the folder of another one, or in the present folder, must not put its link in place of a checkpoint."""
+    flags = ["--data", str(corpus), *TINY, "--steps", "2"]
+    outer = tmp_path / "outer"
+    assert train.main([*flags, "--out", str(outer)]) == 0
+    before = (outer / "best.pt").read_bytes()
+    assert train.main([*flags, "--out", str(outer / "inner")]) == 0
+    assert (outer / "best.pt").read_bytes() == before and not (outer / "best.pt").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert train.main([*flags, "--out", "."]) == 0
+    assert not (tmp_path / "here" / "best.pt").is_symlink()
+    assert (tmp_path / "best.pt").resolve() == tmp_path / "here" / "best.pt"
+    for content in ("{bad", '[{"run": "x"}]', "5"):  # somebody's file of the same name
+        (tmp_path / "leaderboard.json").write_text(content)
+        train.main(["--resume", ".", "--steps", str(3 + len(content))])
+        assert (tmp_path / "leaderboard.json").read_text() == content
+
+
+def test_a_disk_that_is_full_costs_saves_not_the_run(corpus, tmp_path, monkeypatch, capfd):
+    plain, full = tf.save_checkpoint, {"on": True}
+
+    def save(path, *args, **rest):
+        if full["on"] and path.name == "best.pt":
+            raise OSError(f"{path} cannot be written")
+        plain(path, *args, **rest)
+
+    monkeypatch.setattr(tf, "save_checkpoint", save)
+    flags = ["--data", str(corpus), *TINY, "--steps", "4", "--eval-every", "2", "--out", str(tmp_path / "run")]
+    assert train.main(flags) == 0  # to the end, with the last weights in the place of the best
+    assert "there is no older one" in capfd.readouterr().err and not (tmp_path / "run" / "best.pt").exists()
+    assert weights_of(tmp_path / "run" / "last.pt")["state"]["best"] is None
+    full["on"] = False
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert weights_of(tmp_path / "run" / "best.pt")["state"]["step"] == 6
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_really_full_disk_says_how_much_is_missing(tmp_path, tokenizer, monkeypatch):
+    model = small(dtype=torch.float32)
+    monkeypatch.setattr(tf, "write_atomically", lambda path, write: write("/dev/full"))
+    with pytest.raises(OSError, match="cannot be written: it needs [0-9]+ bytes, and [0-9]+ are free|No space"):
+        tf.save_checkpoint(tmp_path / "a.pt", model, tokenizer)
+
+
+def test_stale_files_of_killed_saves_are_removed(corpus, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".last.pt.123.tmp").write_bytes(b"half")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5}\n')
+    (run / "notes.txt").write_text("mine")
+    assert train.main(["--data", str(corpus), *TINY, "--steps", "1", "--out", str(run)]) == 0
+    assert not (run / ".last.pt.123.tmp").exists() and (run / "notes.txt").read_text() == "mine"
+    assert len(rows_of(run)) == 1
+
+
+def test_closed_streams(memorised):
+    """Without stdin, stdout or stderr: no traceback, and never a message among the translations."""
+    best = memorised / "run" / "best.pt"
+    source, answer = (tf.read_text(memorised / side)[0] for side in ("src", "tgt"))
+
+    def shell(redirect, text=""):
+        line = f'"$0" "$1" --checkpoint "$2" {text} {redirect}'
+        return subprocess.run(["bash", "-c", line, sys.executable, HERE / "translate.py", best], capture_output=True)
+
+    done = shell("<&-")
+    assert done.returncode == 1 and b"stdin is closed" in done.stderr and b"Traceback" not in done.stderr
+    done = shell(">&-", "hello")
+    assert done.returncode == 1 and b"stdout is closed" in done.stderr and b"Traceback" not in done.stderr
+    done = shell("2>&-", f"'{source}'")
+    assert done.returncode == 0 and done.stdout.decode() == answer + "\n"
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):
@@ -1345,6 +1429,42 @@ def test_files_with_named_columns(tmp_path, name, content, monkeypatch):
     assert train.read_corpus(settings) == (["x y", "z"], ["p q", "r"])
 
 
+def test_what_looks_like_a_number_a_date_or_nothing_stays_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    src, tgt = (
+        ["NA", "null", "009", "2020-01-10", "true", "", "1.50"],
+        ["None", "nan", "1e5", "10:30", "N/A", "x", "20"],
+    )
+    csv_file, jsonl = tmp_path / "a [1]*.csv", tmp_path / "a.jsonl"
+    csv_file.write_text("en,bn\n" + "".join(f"{a},{b}\n" for a, b in zip(src, tgt)))
+    (tmp_path / "a [1]x.csv").write_text("en,bn\nnot,this\n")  # what the name would match, were it a pattern
+    jsonl.write_text(
+        "".join(
+            json.dumps(dict(id=i, translation=dict(en=a or None, bn=b))) + "\n\n"
+            for i, (a, b) in enumerate(zip(src, tgt))
+        )
+    )
+    for path in (csv_file, jsonl):
+        assert train.read_corpus(dict(data=str(path), src_field="en", tgt_field="bn")) == (src, tgt)
+
+
+def test_hub_sets_are_read_from_a_local_folder(tmp_path, monkeypatch):
+    """A folder laid out as a hub set: a card and parquet files, with the nested column that translation sets have."""
+    import datasets
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [dict(id=i, translation=dict(en=f"word {i}", bn=f"শব্দ {i}")) for i in range(3)]
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "README.md").write_text("---\nlicense: mit\n---\nA set.\n")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "data" / "train-00000-of-00001.parquet")
+    settings = dict(dataset=str(tmp_path / "set"), src_field="en", tgt_field="bn")
+    assert train.read_corpus(settings) == ([f"word {i}" for i in range(3)], [f"শব্দ {i}" for i in range(3)])
+    nested = datasets.Dataset.from_list([dict(en=["a"], bn="b")])
+    nested.to_parquet(tmp_path / "list.parquet")
+    with pytest.raises(ValueError, match="row 1: column 'en' holds a list"):
+        train.read_corpus(dict(data=str(tmp_path / "list.parquet"), src_field="en", tgt_field="bn"))
+
+
 def test_demo_corpus_is_what_its_script_writes(tmp_path):
     subprocess.run([sys.executable, HERE / "data" / "make_demo.py", "--out", tmp_path / "demo.tsv"], check=True)
     text = (HERE / "data" / "demo.tsv").read_bytes()
@@ -1368,13 +1488,25 @@ MISTAKES = {  # command line: what the one line must say
     "train.py --data pairs.tsv --val-pairs 99": "cannot be split",
     "train.py --data pairs.tsv --val-pairs 2 --vocab-size 50": "vocab_size 50 is too small",
     "train.py --data pairs.tsv --val-pairs 2 --d-model 30 --n-heads 4 --vocab-size 500": "heads",
-    "train.py --data pairs.tsv --val-pairs 2 --max-len 2 --vocab-size 500": "longer than --max-len",
+    "train.py --data pairs.tsv --val-pairs 2 --max-len 2 --vocab-size 500": "longer than 2 tokens",
     "train.py --data pairs.tsv --src five --tgt five": "exclude each other",
     "train.py --steps 5 --epochs 5": "exclude each other",
     "train.py --resume nowhere": "No such file",
     "train.py --resume five": "five is not a checkpoint",
     "train.py --data pairs.tsv --val-pairs 2 --init-from five": "five is not a checkpoint",
     "train.py --dropout 1.5": "--dropout",
+    "train.py --epochs 1e308": "--epochs",
+    "train.py --seed 18446744073709551616": "--seed",
+    "train.py --threads 1000000": "--threads",
+    "train.py --average 1": "--average",
+    "train.py --data pairs.tsv --src-field en --tgt-field en": "both 'en'",
+    "train.py --src five --tgt five --src-field a --tgt-field b": "exclude each other",
+    "train.py --data pairs.tsv --overfit 5 --val-src five --val-tgt five": "exclude each other",
+    "train.py --data pairs.tsv --dataset-config x": "needs --dataset",
+    "train.py --data broken.jsonl": "broken.jsonl, line 2",
+    "train.py --data list.jsonl": "row 1: column 'b' holds a list",
+    "train.py --data empty.csv": "empty.csv",
+    "train.py --data pairs.tsv --val-pairs 2 --vocab-size 500 --batch-tokens 2": "--batch-tokens",
     "train.py --steps -1": "--steps",
     "train.py --steps many": "--steps",
     "train.py --norm middle": "--norm",
@@ -1388,6 +1520,9 @@ MISTAKES = {  # command line: what the one line must say
     "translate.py --input empty.tsv --reference empty.tsv": "empty.tsv is empty",
     "translate.py --reference five": "--reference needs --input",
     "translate.py --beam 0 hello": "--beam",
+    "translate.py --alpha 1000 hello": "--alpha",
+    "translate.py --input five --output five": "would overwrite",
+    "translate.py --input= hello": "not both",
     "translate.py --alpha -1 hello": "--alpha",
 }
 
@@ -1398,6 +1533,9 @@ def test_a_mistake_is_one_clear_line(command, tmp_path, monkeypatch, capfd):
         "five": b"a\n" * 5,
         "six": b"a\n" * 6,
         "empty.tsv": b"",
+        "empty.csv": b"",
+        "broken.jsonl": b'{"a": "x", "b": "y"}\n{"a": "x",\n',
+        "list.jsonl": b'{"a": "x", "b": ["y"]}\n',
         "narrow.tsv": b"a\tb\nc\n",
         "bytes.tsv": b"a\tb\nc\t\x92\n",
         "pairs.tsv": "".join(f"word {i}\tmot {i}\n" for i in range(20)).encode(),

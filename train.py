@@ -8,12 +8,15 @@ transformer.py.
 """
 
 import argparse
+import csv
 import ctypes
+import glob
 import hashlib
 import json
 import math
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -82,17 +85,17 @@ def parse_arguments(argv):
         argument_default=argparse.SUPPRESS,
     )
 
-    count, natural, real = tf.number(int, 1), tf.number(int, 0), tf.number(float, 0)
-    positive, fraction = tf.number(float, 1e-9), tf.number(float, 0, 1)
+    count, natural, fraction = tf.number(int, 1, 2**31), tf.number(int, 0, 2**31), tf.number(float, 0, 1)
+    positive, real = tf.number(float, 1e-9, 1e6), tf.number(float, 0, 1e6)
 
     def flag(group, name, kind, text):
         default = DEFAULTS.get(name[2:].replace("-", "_"))
         group.add_argument(name, type=kind, help=text + ("" if default is None else f" (default {default})"))
 
-    data = parser.add_argument_group("data: two line-aligned files, or one file of pairs, or a hub set; .gz as well")
+    data = parser.add_argument_group("data: two line-aligned files, or one file of pairs, or a hub set")
     flag(data, "--src", str, "source sentences, one a line")
     flag(data, "--tgt", str, "their translations, line by line")
-    flag(data, "--data", str, "pairs: .tsv (two columns, no header), or .csv, .jsonl, .parquet with named fields")
+    flag(data, "--data", str, "pairs: .tsv (source, tab, target), .csv, .jsonl or .parquet; .gz too")
     flag(data, "--dataset", str, "name of a set on the Hugging Face hub, or a folder laid out as one")
     flag(data, "--dataset-config", str, "its configuration")
     flag(data, "--src-field", str, "name of the source column (for .tsv: the first line is then a header)")
@@ -143,7 +146,7 @@ def parse_arguments(argv):
         choices=["fp32", "bf16"],
         help="bf16: products in half precision; several times faster where the hardware has it",
     )
-    flag(run, "--threads", count, "CPU threads (default: PyTorch's choice)")
+    flag(run, "--threads", tf.number(int, 1, 1025), "CPU threads (default: PyTorch's choice)")
     given = vars(parser.parse_args(argv))
     for name in PATHS & set(given):  # as a resume from another folder needs them
         given[name] = os.path.abspath(given[name])
@@ -158,10 +161,22 @@ def settings_of(given):
     sources = [name for name in ("src", "data", "dataset") if name in given]
     if len(sources) > 1:
         raise ValueError(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
-    if "val_src" in given and "val_pairs" in given:
-        raise ValueError("--val-pairs splits validation off; with --val-src there is nothing to split")
+    for one, other, why in (
+        ("val_pairs", "val_src", "with validation files there is nothing to split off"),
+        ("val_pairs", "overfit", "what is memorised is also what is asked"),
+        ("val_src", "overfit", "what is memorised is also what is asked"),
+        ("src_field", "src", "plain text has no columns"),
+    ):
+        if one in given and other in given:
+            raise ValueError(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} exclude each other: {why}")
+    if "dataset_config" in given and "dataset" not in given:
+        raise ValueError("--dataset-config needs --dataset")
+    if given.get("average") == 1:
+        raise ValueError("--average needs at least 2 checkpoints")
     if ("src_field" in given) != ("tgt_field" in given):
         raise ValueError("--src-field and --tgt-field go together")
+    if "src_field" in given and given["src_field"] == given["tgt_field"]:
+        raise ValueError(f"--src-field and --tgt-field are both {given['src_field']!r}")
     fixed = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "vocab_size", "max_len"} & set(given)
     if "init_from" in given and fixed:
         raise ValueError(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
@@ -190,51 +205,92 @@ def read_aligned(src, tgt):
     return pairs
 
 
-def read_tsv(path, src_field, tgt_field):
+def read_tsv(path, src_field=None, tgt_field=None):
     rows = [line.split("\t") for line in tf.read_text(path)]
-    columns, first = (0, 1), 1
+    src, tgt = 0, 1
     if src_field is not None and rows:
         header = rows.pop(0)
-        for name in (src_field, tgt_field):
-            if name not in header:
-                raise ValueError(f"{path} has no column {name!r}; its first line says {header}")
-        columns, first = (header.index(src_field), header.index(tgt_field)), 2
-    for number, row in enumerate(rows, first):
-        if len(row) <= max(columns):
-            raise ValueError(f"{path}, line {number}: {len(row)} columns where {max(columns) + 1} are needed")
-    return [row[columns[0]] for row in rows], [row[columns[1]] for row in rows]
+        src, tgt = (column_of(field, header, path) for field in (src_field, tgt_field))
+    for number, row in enumerate(rows, 1 if src_field is None else 2):
+        if row == [""]:  # a blank line is a pair with empty sides, to be dropped and counted as such
+            row += [""] * max(src, tgt)
+        if len(row) <= max(src, tgt):
+            raise ValueError(f"{path}, line {number}: {len(row)} columns where {max(src, tgt) + 1} are needed")
+    return [row[src] for row in rows], [row[tgt] for row in rows]
 
 
-def read_table(settings):
-    """CSV, JSON lines, parquet and hub sets, as the `datasets` library reads them."""
+def column_of(field, columns, name):
+    if field not in columns:
+        raise ValueError(f"{name} has no column {field!r}; it has {', '.join(columns)}")
+    return columns.index(field)
+
+
+def read_jsonl(path):
+    """-> {field: values}. Line by line with the json module, which leaves strings as they are (a reader that infers
+    types makes timestamps of dates) and knows the line of a fault. The hub's nested form is flattened."""
+    rows, fields = [], {}
+    for number, line in enumerate(tf.read_text(path), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: not an object with named fields")
+            if isinstance(row.get("translation"), dict):
+                row |= row.pop("translation")
+            rows.append(row)
+            fields |= dict.fromkeys(row)
+    return {field: [row.get(field) for row in rows] for field in fields}
+
+
+def read_library(settings):
+    """-> {field: values} of CSV, parquet and hub sets, as the `datasets` library reads them."""
     import datasets
 
-    path, src_field, tgt_field = settings.get("data"), settings.get("src_field"), settings.get("tgt_field")
+    path = settings.get("data")
     try:
         if path is None:
             table = datasets.load_dataset(settings["dataset"], settings.get("dataset_config"), split="train")
+        elif suffix_of(path) == ".csv":  # every column as text: guessing would turn NA into nothing and 009 into 9
+            header = next(csv.reader(tf.read_text(path)), [])
+            features = datasets.Features({name: datasets.Value("string") for name in header})
+            files = glob.escape(path)  # the library takes a name for a pattern
+            table = datasets.load_dataset(
+                "csv", data_files=files, features=features, keep_default_na=False, split="train"
+            )
         else:
-            table = datasets.load_dataset(TABLES[suffix_of(path)], data_files=path, split="train")
-        if table.column_names == ["translation"]:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
+            table = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train")
+        if "translation" in table.column_names:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
             table = table.flatten()
             table = table.rename_columns({name: name.removeprefix("translation.") for name in table.column_names})
-    except Exception as error:  # the library's errors have many classes and long texts
-        raise ValueError(
-            f"{path or settings['dataset']} cannot be read: {' '.join(str(error).split())[:300]}"
-        ) from None
-    if src_field is None and len(table.column_names) == 2:
-        src_field, tgt_field = table.column_names
-    for name in (src_field, tgt_field):
-        if name not in table.column_names:
-            raise ValueError(f"say --src-field and --tgt-field; the columns are {', '.join(table.column_names)}")
-    return tuple(["" if text is None else str(text) for text in table[name]] for name in (src_field, tgt_field))
-
-
-TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # ending: the library's name for it
+    except Exception as error:  # the library's errors have many classes and long texts; the cause is the clearer one
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        raise ValueError(f"{path or settings['dataset']} cannot be read: {reason}") from None
+    return {name: table[name] for name in table.column_names}
 
 
 def suffix_of(path):
     return Path(path.removesuffix(".gz")).suffix
+
+
+def read_table(settings):
+    """Named columns -> sources, targets. Which columns: as the flags say, or the only two there are."""
+    name = settings.get("data", settings.get("dataset"))
+    table = read_jsonl(settings["data"]) if suffix_of(name) == ".jsonl" else read_library(settings)
+    if "src_field" not in settings:
+        if len(table) != 2:
+            raise ValueError(f"{name}: say --src-field and --tgt-field; its columns are {', '.join(table)}")
+        settings["src_field"], settings["tgt_field"] = table
+    sides = []
+    for field in (settings["src_field"], settings["tgt_field"]):
+        column_of(field, list(table), name)
+        values = ["" if value is None else value for value in table[field]]
+        for number, value in enumerate(values, 1):
+            if not isinstance(value, (str, int, float)):
+                raise ValueError(f"{name}, row {number}: column {field!r} holds a {type(value).__name__}, not text")
+        sides.append([str(value) for value in values])
+    return tuple(sides)
 
 
 def read_corpus(settings):
@@ -242,8 +298,8 @@ def read_corpus(settings):
     path = settings.get("data")
     if path is not None:
         open(path, "rb").close()  # a missing file: say that, before a library says something else
-        if suffix_of(path) not in (".tsv", *TABLES):
-            raise ValueError(f"{path}: the name must end in .tsv, {', '.join(TABLES)} (and .gz)")
+        if suffix_of(path) not in (".tsv", ".csv", ".jsonl", ".parquet"):
+            raise ValueError(f"{path}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
     if "src" in settings:
         src, tgt = read_aligned(settings["src"], settings["tgt"])
     elif path is not None and suffix_of(path) == ".tsv":
@@ -306,12 +362,12 @@ class Corpus:
         fits = np.maximum(train[0].lengths, train[1].lengths) + 1 <= max_len
         self.dropped[f"over {max_len} tokens"] = int((~fits).sum())
         if not fits.any():
-            raise ValueError(f"every pair is longer than --max-len {max_len}")
+            raise ValueError(f"every pair is longer than {max_len} tokens, the limit of --max-len and --batch-tokens")
         val_fits = np.maximum(val[0].lengths, val[1].lengths) + 1 <= max_len
         self.val = [pair for pair, fit in zip(self.val, val_fits) if fit]
         self.dropped[f"over {max_len} tokens, validation"] = int((~val_fits).sum())
         if not self.val:
-            raise ValueError(f"every validation pair is longer than --max-len {max_len}")
+            raise ValueError(f"every validation pair is longer than the limit of {max_len} tokens")
         self.train = [pair for pair, fit in zip(self.train, fits) if fit]
         return [rows.select(fits) for rows in train], [rows.select(val_fits) for rows in val]
 
@@ -370,7 +426,7 @@ class Run:
     """One training run: its folder, model, optimizer, and the few numbers that say how far it is."""
 
     def __init__(self, settings, resuming, dry_run):
-        self.settings, self.folder = settings, Path(settings["out"])
+        self.settings, self.folder = settings, Path(settings["out"]).resolve()
         self.stop_signal = None
         self.order = None, None  # an epoch and its batches
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
@@ -380,15 +436,27 @@ class Run:
         self.device = tf.pick_device(settings["device"])
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
-        if not resuming and (self.folder / "last.pt").exists():
-            raise ValueError(f"{self.folder} holds a run already: --resume {self.folder}, or choose another --out")
+        if not (resuming or dry_run) and (self.folder / "last.pt").exists():
+            raise ValueError(f"{self.folder} holds a run already: {self.command()}, or choose another --out")
         if not dry_run:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.log_file = open(os.devnull if dry_run else self.folder / "train.log", "a", encoding="utf-8")
+            for stale in self.folder.glob(".*.tmp"):  # of a save that was killed
+                stale.unlink()
+            if not resuming:
+                (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that left no checkpoint
+        mode = "a" if resuming else "w"
+        self.log_file = open(os.devnull if dry_run else self.folder / "train.log", mode, encoding="utf-8")
 
-    def log(self, text=""):
-        print(text, file=sys.stderr, flush=True)
-        print(text, file=self.log_file, flush=True)
+    def command(self):
+        return f"python train.py --resume {shlex.quote(str(self.folder))}"
+
+    def log(self, text):
+        """To stderr and train.log. A reader that has gone or a disk that is full must not end the training."""
+        for file in (sys.stderr, self.log_file):
+            try:
+                print(text, file=file, flush=True)
+            except OSError:
+                pass
 
     # Before step 1: everything that one would want to know of a run a year later.
 
@@ -473,7 +541,7 @@ class Run:
         sources, references = zip(*self.corpus.val)
         outputs = tf.translate(self.model, self.tokenizer, sources)
         scores = dict(kind=kind, step=step or self.state["step"])
-        scores |= dict(val_nll=nll / tokens, val_ppl=math.exp(min(nll / tokens, 700)))
+        scores |= dict(val_nll=nll / tokens, val_ppl=tf.perplexity(nll, tokens))
         scores |= tf.score_text(outputs, references)
         scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
         seconds = time.perf_counter() - start
@@ -491,8 +559,13 @@ class Run:
     def metric(self, row):
         self.state["seconds"] = time.perf_counter() - self.began
         row["minutes"] = self.state["seconds"] / 60
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self.log(
+                f"warning: {error.filename or 'metrics.jsonl'}: {error.strerror}; these numbers are only in the log"
+            )
 
     def forget_later(self):
         """What was logged and kept after the checkpoint will come again, and the last line may be half a line."""
@@ -507,16 +580,19 @@ class Run:
             if int(path.stem.removeprefix("step-")) > self.state["step"]:
                 path.unlink()
 
-    def is_better(self, scores):
-        by = self.settings["best_by"]
+    def keep_if_best(self, scores):
+        """Save as best.pt what is better than all before. -> whether it was"""
+        by, best = self.settings["best_by"], self.state["best"]
         new = -scores["val_nll"] if by == "nll" else scores[by]
-        if not math.isfinite(new) or self.state["best"] is not None and new <= self.state["best"]:
-            return False  # a tie keeps the earlier one
+        if not math.isfinite(new) or best is not None and new <= best:  # a tie keeps the earlier one
+            return False
         self.state["best"] = new
+        if not self.save("best.pt", optimizer=False):
+            self.state["best"] = best  # the file is still the old one
         return True
 
     def save(self, name, optimizer=True):
-        """Write a checkpoint into the run's folder. A disk that will not take it costs this save, not the run."""
+        """Write a checkpoint into the run's folder -> whether it is there. A full disk costs this save, not the run."""
         rest = dict(
             state=dict(self.state),
             data_fingerprint=self.fingerprint,
@@ -529,7 +605,10 @@ class Run:
         try:
             tf.save_checkpoint(self.folder / name, self.model, self.tokenizer, **rest)
         except OSError as error:
-            self.log(f"warning: {error}; the older file stays, training goes on")
+            old = "the older file stays" if (self.folder / name).exists() else "there is no older one"
+            self.log(f"warning: {error}; {old}; training goes on")
+            return False
+        return True
 
     # One update.
 
@@ -623,7 +702,7 @@ class Run:
             if evaluate or step % s["save_every"] == 0 or self.stop_signal:  # after it: the best score belongs to it
                 self.save("last.pt")
             if self.stop_signal:
-                self.log(f"stopped by a signal at step {step}; go on with: python train.py --resume {self.folder}")
+                self.log(f"stopped by a signal at step {step}; go on with: {self.command()}")
                 raise SystemExit(128 + self.stop_signal)
         if self.out_of_patience():
             self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
@@ -637,11 +716,7 @@ class Run:
             self.save(f"step-{state['step']:08}.pt", optimizer=False)
             for old in sorted(self.folder.glob("step-*.pt"))[:-keep]:
                 old.unlink(missing_ok=True)
-        if self.is_better(scores):
-            state["stale"] = 0
-            self.save("best.pt", optimizer=False)
-        else:
-            state["stale"] += 1
+        state["stale"] = 0 if self.keep_if_best(scores) else state["stale"] + 1
 
     def finish(self):
         """Averaging, the verdict on the best checkpoint, and what to try next. -> exit status"""
@@ -649,14 +724,17 @@ class Run:
         if len(paths) > 1:
             self.log(f"average of the last {len(paths)} checkpoints:")
             last, self.model = self.model, tf.average_checkpoints(paths, self.device)[0]
-            if self.is_better(self.validate("average", samples=0)):
-                self.save("best.pt", optimizer=False)
+            self.keep_if_best(self.validate("average", samples=0))
             self.model = last
         self.state["finished"] = True
         self.save("last.pt")  # with the best score so far: a longer run has to beat it
-        self.model, _, rest = tf.load_checkpoint(self.folder / "best.pt", self.device)
-        self.log("the best checkpoint:")
-        scores = self.validate("best", rest["state"]["step"], samples=10)
+        best, step = self.folder / "best.pt", self.state["step"]
+        if best.exists():
+            self.model, _, rest = tf.load_checkpoint(best, self.device)
+            step = rest["state"]["step"]
+        else:
+            self.log("warning: best.pt could not be saved or was removed; the last weights stand in for it")
+        scores = self.validate("best", step, samples=10)
         if "overfit" in self.settings:
             done = scores["exact"] == 1.0
             self.log(
@@ -665,40 +743,53 @@ class Run:
             )
             return 0 if done else 1
         self.publish(scores)
-        self.log(f'try: python translate.py --checkpoint {self.folder / "best.pt"} "{self.corpus.val[0][0]}"')
+        self.log(f"try: python translate.py --checkpoint {shlex.quote(str(best))} {shlex.quote(self.corpus.val[0][0])}")
         return 0
 
     def publish(self, scores):
         """In the folder above: a table of runs, best first, and a link to the newest best checkpoint."""
         board, link = self.folder.parent / "leaderboard.json", self.folder.parent / "best.pt"
-        try:
-            rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
-        except ValueError:
-            self.log(f"{board} is damaged and is left alone")
-            return
         row = dict(
             run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores
         )
-        rows = [old for old in rows if old["run"] != row["run"]] + [row]
-        rows.sort(key=lambda r: (r["data_fingerprint"], -r["chrf"]))  # scores on other data cannot be compared
-        tf.write_atomically(board, lambda path: path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8"))
+        try:
+            rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
+            rows = [old for old in rows if old["run"] != row["run"]] + [row]
+            rows.sort(key=lambda r: (r["data_fingerprint"], -r["chrf"]))  # scores on other data cannot be compared
+            tf.write_atomically(
+                board, lambda path: path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            )
+        except (ValueError, KeyError, TypeError):
+            self.log(f"{board} is not a leaderboard of this program, and is left alone")
+        except OSError as error:
+            self.log(f"warning: {board}: {error.strerror}")
+        if link.exists() and not link.is_symlink():  # somebody's checkpoint, perhaps another run's own
+            self.log(f"{link} is a file and not our link: it is left alone")
+            return
         try:
             tf.write_atomically(link, lambda path: path.symlink_to(Path(self.folder.name) / "best.pt"))
         except OSError as error:  # a file system without links: translate.py then looks for the newest itself
-            self.log(f"no link {link}: {error}")
+            self.log(f"no link {link}: {error.strerror}")
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def handle_signals(run):
-    """The first SIGINT or SIGTERM ends the run after its update, the second ends it at once (no file is ever half
-    written)."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) ends the run after its update, the second ends it at once
+    (no file is ever half written)."""
 
     def stop(number, _):
-        signal.signal(number, signal.SIG_DFL)
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
         run.stop_signal = number
-        os.write(2, b"stopping after this update; once more to stop at once\n")  # print may not be entered twice
+        try:
+            os.write(2, b"stopping after this update; once more to stop at once\n")  # print may not be entered twice
+        except OSError:  # the terminal has gone
+            pass
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for each in SIGNALS:
+        signal.signal(each, stop)
 
 
 def resume_settings(given):
@@ -706,8 +797,8 @@ def resume_settings(given):
     folder = Path(given.pop("resume"))
     path = folder / "last.pt" if folder.is_dir() else folder
     checkpoint = tf.load_checkpoint(path, "cpu")
-    if "optimizer" not in checkpoint[2]:
-        raise ValueError(f"{path} holds weights only; a run goes on from its last.pt")
+    if not {"optimizer", "state", "flags", "data_fingerprint"} <= set(checkpoint[2]):
+        raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
     settings = dict(checkpoint[2]["flags"], out=str(path.parent))
     for name, value in given.items():
         if name not in MAY_CHANGE and settings.get(name) != value:
@@ -722,6 +813,7 @@ def resume_settings(given):
 
 
 def main(argv=None):
+    tf.prepare_streams()
     given = parse_arguments(argv)
     try:
         if "steps" in given and "epochs" in given:
@@ -750,8 +842,8 @@ def main(argv=None):
             run.forget_later()
         handle_signals(run)
         run.train()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the run is saved: nothing left to finish first
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in SIGNALS:  # the run is saved: there is nothing left to finish first
+            signal.signal(each, signal.SIG_DFL)
         return run.finish()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -760,6 +852,10 @@ def main(argv=None):
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error):
+            raise
+        message = f"out of memory: try a smaller --batch-tokens (with --accumulate) or model ({str(error)[:200]})"
     print(f"train.py: {message}", file=sys.stderr)
     return 1
 

@@ -47,8 +47,12 @@ import hashlib
 import io
 import math
 import os
+import pickle
+import shutil
+import sys
 import unicodedata
 import warnings
+import zipfile
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -1034,19 +1038,25 @@ def read_text(path):
             raise ValueError(f"{path} is cut short or damaged: {error}") from None
 
 
-def number(kind, least, below=math.inf):
+def number(kind, least, below):
     """A type for argparse: an int or float from `least` to below `below`."""
 
     def read(text):
         value = kind(text)
         if not least <= value < below:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not {f'at least {least}' if below == math.inf else f'in [{least}, {below})'}"
-            )
+            raise argparse.ArgumentTypeError(f"{text} is not at least {least} and below {below}")
         return value
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
     return read
+
+
+def prepare_streams():
+    """UTF-8 on stdin, stdout and stderr whatever the locale. A closed stderr gets a sink: print would take stdout."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace" if stream is sys.stderr else "strict")
 
 
 def pick_device(name):
@@ -1068,6 +1078,11 @@ def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
             sums = training_loss(model, *(x.to(model.device) for x in collate(src_rows, tgt_rows, batch)), 0.0)
             nll, tokens = nll + sums.nll.item(), tokens + sums.tokens
     return nll, tokens
+
+
+def perplexity(nll, tokens):
+    """exp(nll / tokens): how many equally likely pieces the model wavers between. Never more than a float can hold."""
+    return math.exp(min(nll / tokens, 700.0))
 
 
 def score_text(hypotheses, references):
@@ -1118,8 +1133,18 @@ def save_checkpoint(path, model, tokenizer, **rest):
     content |= dict(tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)
     try:
         write_atomically(path, lambda temporary: torch.save(content, temporary))
-    except RuntimeError as error:  # what torch.save makes of a full disk
-        raise OSError(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from None
+    except RuntimeError:  # what torch.save makes of a full disk
+        needed, free = n_bytes(content), shutil.disk_usage(Path(path).parent).free
+        raise OSError(f"{path} cannot be written: it needs {needed} bytes, and {free} are free") from None
+
+
+def n_bytes(content):
+    """Bytes of all tensors in nested dicts and lists: the size of a checkpoint, but for a little."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        return sum(map(n_bytes, content))
+    return content.nbytes if isinstance(content, torch.Tensor) else len(content) if isinstance(content, bytes) else 0
 
 
 def load_checkpoint(path, device="cpu"):
@@ -1128,6 +1153,10 @@ def load_checkpoint(path, device="cpu"):
     with open(path, "rb"):  # missing, a folder, or not ours to read: say that, and not that it is damaged
         pass
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not whole, or nothing that torch.save wrote")
+        if zipfile.ZipFile(path).testzip() is not None:  # torch.load does not look at the checksums
+            raise ValueError("its contents have changed since it was written")
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, this program reads {FORMAT}")
@@ -1139,8 +1168,10 @@ def load_checkpoint(path, device="cpu"):
     except MemoryError:
         raise
     except Exception as error:  # zip, pickle, key and shape errors: all mean the same to a user
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is not a checkpoint of this program, or is damaged: {reason}") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
+        if isinstance(error, pickle.UnpicklingError):  # whose own text advises to trust the file
+            reason = "it holds other things than tensors and plain values"
+        raise ValueError(f"{path} is not a checkpoint of this program: {reason}") from None
     return model.to(device).eval(), tokenizer, content
 
 

@@ -7,7 +7,6 @@ python translate.py                                         a prompt, if stdin i
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -31,32 +30,36 @@ def parse_arguments(argv):
     parser.add_argument("--input", help="file of source lines; .gz as well")
     parser.add_argument("--output", help="file for the translations (default stdout)")
     parser.add_argument("--reference", help="file of reference translations: print BLEU, chrF2++ and perplexity")
-    parser.add_argument("--beam", type=tf.number(int, 1), default=4, help="beams; 1 is greedy (default 4)")
+    parser.add_argument("--beam", type=tf.number(int, 1, 2**31), default=4, help="beams; 1 is greedy (default 4)")
     parser.add_argument(
         "--alpha",
-        type=tf.number(float, 0),
+        type=tf.number(float, 0, 100),
         default=0.6,
         help="length penalty ((5+n)/6)^alpha; more favours longer translations (default 0.6)",
     )
     parser.add_argument(
         "--extra-len",
-        type=tf.number(int, 0),
+        type=tf.number(int, 0, 2**31),
         default=50,
         help="most tokens that a translation may have more than its source (default 50)",
     )
     parser.add_argument(
         "--batch-tokens",
-        type=tf.number(int, 1),
+        type=tf.number(int, 1, 2**31),
         default=32768,
         help="tokens in a batch: beams times the longest translation possible (default 32768)",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
-    parser.add_argument("--threads", type=tf.number(int, 1), help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--threads", type=tf.number(int, 1, 1025), help="CPU threads (default: PyTorch's choice)")
     args = parser.parse_args(argv)
-    if args.text and args.input:
+    if args.text and args.input is not None:
         parser.error("give the text or --input, not both")
-    if args.reference and not args.input:
+    if args.reference is not None and args.input is None:
         parser.error("--reference needs --input: the lines that it translates")
+    for name in (args.input, args.reference):
+        if args.output and name and os.path.exists(args.output) and os.path.exists(name):
+            if os.path.samefile(args.output, name):
+                parser.error(f"--output {args.output} would overwrite what is to be read")
     return args
 
 
@@ -79,10 +82,7 @@ class Translator:
         device = tf.pick_device(args.device)
         self.model, self.tokenizer, rest = tf.load_checkpoint(path, device)
         step = rest.get("state", {}).get("step", "unknown")
-        print(
-            f"{path}: step {step}, {self.model.n_parameters():,} parameters, {device}",
-            file=sys.stderr,
-        )
+        print(f"{path}: step {step}, {self.model.n_parameters():,} parameters, {device}", file=sys.stderr)
 
     def lines(self, lines, first=1):
         """Translations, one for each line; `first` is the number of the first line, for messages."""
@@ -100,10 +100,10 @@ class Translator:
             self.model, self.tokenizer, lines, a.beam, a.alpha, a.extra_len, a.batch_tokens, on_too_long=too_long
         )
 
-    def file(self, lines, out, progress):
+    def file(self, lines, out):
         """Translate block by block, writing each as it is done: what is finished is never lost."""
         outputs = []
-        bar = tqdm(total=len(lines), unit="line", file=sys.stderr, disable=not progress)
+        bar = tqdm(total=len(lines), unit="line", file=sys.stderr, disable=len(lines) <= 1 or not sys.stderr.isatty())
         for start in range(0, len(lines), BLOCK):
             block = self.lines(lines[start : start + BLOCK], start + 1)
             outputs += block
@@ -117,8 +117,9 @@ class Translator:
     def prompt(self):
         print("one line at a time; an empty line or Ctrl-D ends", file=sys.stderr)
         while True:
+            print("> ", end="", file=sys.stderr, flush=True)  # stdout is for translations
             try:
-                line = input("> ")
+                line = input()
             except EOFError:
                 print(file=sys.stderr)
                 return
@@ -137,7 +138,7 @@ class Translator:
         if kept:
             nll, tokens = tf.pairs_nll(self.model, *rows)
             print(
-                f"perplexity {math.exp(nll / tokens):.2f} per piece, {nll / tokens:.4f} nats, over {len(kept)} "
+                f"perplexity {tf.perplexity(nll, tokens):.2f} per piece, {nll / tokens:.4f} nats, over {len(kept)} "
                 f"of {len(sources)} references",
                 file=sys.stderr,
             )
@@ -152,13 +153,16 @@ class Translator:
 
 
 def main(argv=None):
+    tf.prepare_streams()
     args = parse_arguments(argv)
     try:
+        if sys.stdout is None and not args.output and args.reference is None:
+            raise ValueError("there is nowhere to write to: stdout is closed")
         # Read before the model loads: a wrong path is told at once.
         sources = references = None
-        if args.input:
+        if args.input is not None:
             sources = tf.read_text(args.input)
-        if args.reference:
+        if args.reference is not None:
             references = tf.read_text(args.reference)
             if len(sources) != len(references):
                 raise ValueError(f"{args.input} has {len(sources)} lines and {args.reference} has {len(references)}")
@@ -167,6 +171,8 @@ def main(argv=None):
         translator = Translator(args)
         if args.text:
             sources = args.text
+        elif sources is None and sys.stdin is None:
+            raise ValueError("there is nothing to translate: stdin is closed")
         elif sources is None and not sys.stdin.isatty():
             sources = list(tf.read_lines(sys.stdin.buffer))
         if sources is None:
@@ -175,10 +181,9 @@ def main(argv=None):
             start = time.perf_counter()
             if args.output:
                 with open(args.output, "wb") as out:
-                    outputs = translator.file(sources, out, progress=True)
+                    outputs = translator.file(sources, out)
             else:
-                out = None if references else sys.stdout.buffer
-                outputs = translator.file(sources, out, progress=bool(args.input) and sys.stderr.isatty())
+                outputs = translator.file(sources, None if references else sys.stdout.buffer)
             if references:
                 translator.report(sources, outputs, references, time.perf_counter() - start)
         return 1 if translator.failed else 0
@@ -191,6 +196,10 @@ def main(argv=None):
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error):
+            raise
+        message = f"out of memory: try a smaller --batch-tokens or --beam ({str(error)[:200]})"
     print(f"translate.py: {message}", file=sys.stderr)
     return 1
 
