@@ -35,41 +35,17 @@ DEMO = HERE / "data" / "demo.tsv"
 
 # What a flag that is not given stands for; without any data the demo's values come first. A model's sizes come from
 # its preset.
+# fmt: off
 DEFAULTS = dict(
-    preset="small",
-    norm="post",
-    vocab_size=8000,
-    max_len=256,
-    steps=20000,
-    batch_tokens=4096,
-    accumulate=1,
-    warmup_steps=1000,
-    rate_scale=0.6,
-    label_smoothing=0.1,
-    clip=1.0,
-    patience=0,
-    average=0,
-    eval_every=1000,
-    save_every=500,
-    log_every=50,
-    keep=0,
-    best_by="chrf",
-    seed=1,
-    device="auto",
-    precision="fp32",
+    preset="small", norm="post", vocab_size=8000, max_len=256, steps=20000, batch_tokens=4096, accumulate=1,
+    warmup_steps=1000, rate_scale=0.6, label_smoothing=0.1, clip=1.0, patience=0, average=0, eval_every=1000,
+    save_every=500, log_every=50, keep=0, best_by="chrf", seed=1, device="auto", precision="fp32",
 )
 DEMO_DEFAULTS = dict(
-    data=str(DEMO),
-    preset="tiny",
-    dropout=0.1,
-    vocab_size=1000,
-    val_pairs=500,
-    steps=1200,
-    batch_tokens=2048,
-    warmup_steps=300,
-    rate_scale=0.4,
-    eval_every=400,
+    data=str(DEMO), preset="tiny", dropout=0.1, vocab_size=1000, val_pairs=500, steps=1200, batch_tokens=2048,
+    warmup_steps=300, rate_scale=0.4, eval_every=400,
 )
+# fmt: on
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
 PATHS = {"src", "tgt", "data", "val_src", "val_tgt", "init_from"}
 # A resumed run may be longer, be watched more closely, sit on other hardware, or find its data in another place (their

@@ -184,7 +184,8 @@ def attention(query, key, value, mask=None, causal=False):
 
 # A search feeds one target token at a time, and would compute the keys and values of all earlier ones again at every
 # step. What it keeps instead, per decoder layer: the keys and values of the target tokens so far, which grow by
-# one each step and belong to a beam (row), and those of the memory, which never change and belong to a source.
+# one each step and belong to a beam (row), and those of the memory, which never change and belong to a source. (The
+# queries of earlier tokens are of no more use: what they asked for is already in those tokens' states.)
 
 
 @dataclass
@@ -230,9 +231,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, d_model, n_heads):
         super().__init__()
         self.n_heads = n_heads
-        self.qkv = nn.Linear(
-            d_model, 3 * d_model
-        )  # W^Q, W^K, W^V one below the other (transposed, as nn.Linear keeps them)
+        self.qkv = nn.Linear(d_model, 3 * d_model)  # W^Q, W^K, W^V, each transposed, one below the other
         self.out = nn.Linear(d_model, d_model)  # W^O
 
     def split(self, x, parts):
@@ -290,8 +289,7 @@ class FeedForward(nn.Module):
 
 # --- 6. Embedding and positions (§3.4, §3.5) -----------------------------------------------------------------------
 # A token is a row of the table. Attention knows no order (permute keys and values together and nothing changes), so
-# each position adds a fingerprint of its own: pairs of sine and cosine, whose wavelengths run from 2 pi to 10000 * 2
-# pi.
+# each position adds a fingerprint of its own: pairs of sine and cosine, of wavelengths from 2 pi to 10000 * 2 pi.
 #
 #     PE(pos, 2i) = sin(pos / 10000^(2i/D))      PE(pos, 2i+1) = cos(pos / 10000^(2i/D))
 #
@@ -457,8 +455,7 @@ class Stack(nn.Module):
 # forward:  src, tgt  ->  memory = encoder(embed(src))  ->  states = decoder(embed(tgt), memory)  ->  states x table^T
 #
 # §3.4: one (V,D) table embeds the source, embeds the target, and maps states to logits. A word's vector thus learns
-# from all three, and one matrix stands in place of three. It needs one vocabulary for both
-# languages.
+# from all three, and one matrix stands in place of three. It needs one vocabulary for both languages.
 
 
 class Transformer(nn.Module):
@@ -683,9 +680,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, lines, vocab_size):
-        """Learn at most vocab_size pieces from lines of text, by byte pair encoding. A small corpus has fewer to give:
-        see .vocab_size.
-        Raises ValueError when vocab_size cannot hold the alphabet, naming the size that can."""
+        """Learn at most vocab_size pieces from lines of text, by byte pair encoding (§5.1). A small corpus has fewer to
+        give: see .vocab_size. Raises ValueError when vocab_size cannot hold the alphabet, naming the size that can."""
         lines = [line for line in map(normalize, lines) if line]
         if not lines:
             raise ValueError("there is no text to learn a vocabulary from")
@@ -698,24 +694,14 @@ class Tokenizer:
                 f"the fixed ids need {smallest}"
             )
         model = io.BytesIO()
+        # fmt: off
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            hard_vocab_limit=False,
-            pad_id=PAD,
-            bos_id=BOS,
-            eos_id=EOS,
-            unk_id=UNK,
-            unk_surface="\ufffd",
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            character_coverage=1.0,
-            byte_fallback=True,
-            max_sentence_length=1 << 20,
-            minloglevel=2,
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+            hard_vocab_limit=False, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, unk_surface="\ufffd",
+            normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0,
+            byte_fallback=True, max_sentence_length=1 << 20, minloglevel=2,
         )
+        # fmt: on
         return cls(model.getvalue())
 
     @property
@@ -788,9 +774,9 @@ class TokenBatchSampler:
     """Batches of pairs of similar length, each at most `batch_tokens` padded tokens on its larger side.
 
     The pairs of an epoch are shuffled, sorted by length (target first, then source; the shuffle decides among equals),
-    cut into batches, and the batches shuffled. Sorted lengths are the same in every epoch, so
-    the cuts are too: they are made once, and the number of batches never changes. The order is a pure function of
-    (seed, epoch); each pair comes once an epoch.
+    cut into batches, and the batches shuffled. Sorted lengths are the same in every epoch, so the cuts are too: they
+    are made once, and the number of batches never changes. The order is a pure function of (seed, epoch); each pair
+    comes once an epoch.
     """
 
     def __init__(self, src_lengths, tgt_lengths, batch_tokens, seed=0):
