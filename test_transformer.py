@@ -321,6 +321,16 @@ def test_an_empty_source_ruins_nothing(fused):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_targets_of_any_padding_stay_finite(fused):
+    """Padding belongs on the right; on the left it makes no sense, but must not make NaN either."""
+    model = small().train()
+    tgt = random_ids(8, 8).tril()  # 1 .. 8 real tokens, then PAD
+    for ids in (tgt, tgt.flip(1)):
+        loss = tf.training_loss(model, batch_of([5] * 8), ids, ids)
+        loss.smoothed.backward()
+        assert math.isfinite(loss.smoothed) and all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_fully_masked_rows_are_finite_in_half_precision():
     for dtype in (torch.float16, torch.bfloat16):
         q, k = torch.randn(1, 1, 3, 8, dtype=dtype) * 50, torch.randn(1, 1, 4, 8, dtype=dtype)

@@ -512,10 +512,12 @@ class Run:
 
     def validate(self, kind="valid", step=None, samples=3):
         """Scores of the model as it stands; `step` says of which update it is, if not of the last."""
-        start = time.perf_counter()
-        nll, tokens = tf.pairs_nll(self.model, *self.val_rows)
+        start, budget = time.perf_counter(), self.settings["batch_tokens"]
+        nll, tokens = tf.pairs_nll(self.model, *self.val_rows, budget)
         sources, references = zip(*self.corpus.val)
-        outputs = tf.translate(self.model, self.tokenizer, sources)
+        # As translate.py does, but for the batch size, which changes no result: who has memory for little training has
+        # memory for little search (which keeps no gradients, and so may have more).
+        outputs = tf.translate(self.model, self.tokenizer, sources, batch_tokens=8 * budget)
         scores = dict(kind=kind, step=step or self.state["step"])
         scores |= dict(val_nll=nll / tokens, val_ppl=tf.perplexity(nll, tokens))
         scores |= tf.score_text(outputs, references)
