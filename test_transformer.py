@@ -1177,6 +1177,8 @@ def test_what_a_run_leaves_behind(corpus, tmp_path, tokenizer):
     run = tmp_path / "run"
     flags = ["--data", str(corpus), *TINY, "--steps", "6", "--eval-every", "2", "--average", "2", "--save-every", "100"]
     assert train.main([*flags, "--out", str(run)]) == 0
+    mean = tf.average_checkpoints([run / "step-00000004.pt", run / "step-00000006.pt"])[0].state_dict()
+    assert all(torch.equal(p, mean[name]) for name, p in weights_of(run / "average.pt")["model"].items())
     for name in ("best.pt", "last.pt"):
         model, tokenizer, rest = tf.load_checkpoint(run / name)
         assert not model.training and rest["tokenizer_sha256"] == tokenizer.sha256

@@ -108,7 +108,7 @@ def parse_arguments(argv):
         "--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)"
     )
     flag(run, "--patience", natural, "stop after this many validations without a better one; 0 for never")
-    flag(run, "--average", natural, "at the end, average the last N checkpoints; kept as best if it is better")
+    flag(run, "--average", natural, "at the end, average the last N checkpoints: average.pt, also best.pt if it is better")
     flag(run, "--save-every", count, "updates between saves of last.pt")
     flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
     flag(run, "--log-every", count, "updates between log lines")
@@ -703,6 +703,7 @@ class Run:
             self.log(f"average of the last {len(paths)} checkpoints:")
             last, self.model = self.model, tf.average_checkpoints(paths, self.device)[0]
             self.keep_if_best(self.validate("average", samples=0))
+            self.save("average.pt", optimizer=False)  # in any case: one validation set is a noisy judge
             self.model = last
         self.state["finished"] = True
         self.save("last.pt")  # with the best score so far: a longer run has to beat it
