@@ -108,7 +108,7 @@ def parse_arguments(argv):
         "--best-by", choices=["chrf", "bleu", "nll"], help="what makes a checkpoint the best (default chrf)"
     )
     flag(run, "--patience", natural, "stop after this many validations without a better one; 0 for never")
-    flag(run, "--average", natural, "at the end, average the last N checkpoints: average.pt, also best.pt if it is better")
+    flag(run, "--average", natural, "at the end, average the last N checkpoints: average.pt, and best.pt if better")
     flag(run, "--save-every", count, "updates between saves of last.pt")
     flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
     flag(run, "--log-every", count, "updates between log lines")
