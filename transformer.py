@@ -680,8 +680,9 @@ class Tokenizer:
 
     @classmethod
     def train(cls, lines, vocab_size):
-        """Learn at most vocab_size pieces from lines of text, by byte pair encoding (§5.1). A small corpus has fewer to
-        give: see .vocab_size. Raises ValueError when vocab_size cannot hold the alphabet, naming the size that can."""
+        """Learn at most vocab_size pieces from lines of text, by byte pair encoding (§5.1). A small corpus has
+        fewer to give: see .vocab_size. Raises ValueError when vocab_size cannot hold the alphabet, naming the size
+        that can."""
         lines = [line for line in map(normalize, lines) if line]
         if not lines:
             raise ValueError("there is no text to learn a vocabulary from")
@@ -1043,6 +1044,17 @@ def prepare_streams():
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace" if stream is sys.stderr else "strict")
+
+
+def explain(error):
+    """One line for the user out of an error that the user can mend; any other goes on its way with its traceback."""
+    if isinstance(error, (MemoryError, RuntimeError)):
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise error
+        return f"out of memory: try a smaller --batch-tokens, beam or model ({str(error)[:200]})"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def pick_device(name):

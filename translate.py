@@ -192,16 +192,9 @@ def main(argv=None):
         return 0
     except KeyboardInterrupt:
         return 130
-    except ValueError as error:
-        message = str(error)
-    except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error):
-            raise
-        message = f"out of memory: try a smaller --batch-tokens or --beam ({str(error)[:200]})"
-    print(f"translate.py: {message}", file=sys.stderr)
-    return 1
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        print(f"translate.py: {tf.explain(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
