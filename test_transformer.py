@@ -1310,6 +1310,19 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, tokenizer, monkeypatch)
     assert not (tmp_path / "mark").exists()
 
 
+def test_the_default_checkpoint_is_never_one_that_memorised(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for i, (name, config) in enumerate({"old": {}, "new": {}, "test": {"overfit": 5}}.items()):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "best.pt").write_text(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        os.utime(folder / "best.pt", (i, i))
+    assert translate.find_checkpoint().read_text() == "new"
+    (tmp_path / "runs" / "best.pt").symlink_to(Path("old") / "best.pt")
+    assert translate.find_checkpoint().read_text() == "old"
+
+
 def test_links_replace_links_only(corpus, tmp_path, monkeypatch):
     """A run in the folder of another one, or in the present folder, must not put its link in place of a checkpoint."""
     flags = ["--data", str(corpus), *TINY, "--steps", "2"]

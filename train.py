@@ -165,6 +165,7 @@ def settings_of(given):
         settings = tf.PRESETS[settings["preset"]] | settings
     if "overfit" in given:  # nothing that fights memorising
         settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100) | given
+        settings.pop("val_pairs", None)
     if "out" not in settings:
         name = Path(settings[sources[0]]).name.split(".")[0] if sources else "demo"
         settings["out"] = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -507,6 +508,8 @@ class Run:
             f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {epochs:.1f} "
             f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}; into {self.folder}"
         )
+        if epochs > 200:
+            self.log("that is many epochs for so little text: --epochs or --patience end it earlier")
 
     # Validation: what counts is text, made the way a user will make it.
 
@@ -806,6 +809,7 @@ def main(argv=None):
         run = Run(settings, resume is not None, dry_run)
         run.prepare(resume)
         if dry_run:
+            run.log("dry run: nothing was written")
             return 0
         if resume is None:
             tf.write_atomically(

@@ -7,6 +7,7 @@ python translate.py                                         a prompt, if stdin i
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ def parse_arguments(argv):
     )
 
     parser.add_argument("text", nargs="*", help="lines to translate; without any, --input or stdin")
-    parser.add_argument("--checkpoint", help="default: runs/best.pt, which training links to its newest best")
+    parser.add_argument("--checkpoint", help="default: runs/best.pt, a link to the best of the run that finished last")
     parser.add_argument("--input", help="file of source lines; .gz as well")
     parser.add_argument("--output", help="file for the translations (default stdout)")
     parser.add_argument("--reference", help="file of reference translations: print BLEU, chrF2++ and perplexity")
@@ -67,10 +68,17 @@ def find_checkpoint():
     link = Path("runs") / "best.pt"
     if link.exists():
         return link
-    found = sorted(Path("runs").glob("*/best.pt"), key=lambda path: path.stat().st_mtime)
+    # No run has finished, or the file system has no links: the newest, but never one that memorised for a test.
+    found = [path for path in Path("runs").glob("*/best.pt") if not memorised(path.parent)]
+    found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError("there is no checkpoint in runs/: run `python train.py` first, or give --checkpoint FILE")
     return found[-1]
+
+
+def memorised(folder):
+    config = folder / "config.json"
+    return config.exists() and "overfit" in json.loads(config.read_text(encoding="utf-8"))
 
 
 class Translator:
@@ -191,6 +199,7 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        print(file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         print(f"translate.py: {tf.explain(error)}", file=sys.stderr)
