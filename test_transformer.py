@@ -583,10 +583,12 @@ def test_noam_rate():
         tf.noam_rate(0, D, warmup)
 
 
-def test_an_update_is_adam_at_noams_rate_with_clipping(corpus, tmp_path):
-    """Two updates of train.py against torch's Adam by hand."""
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_update_is_adam_at_noams_rate_with_clipping(corpus, tmp_path, accumulate):
+    """Two updates of train.py against torch's Adam by hand, on the mean over all tokens of the update's batches."""
     flags = ["--data", str(corpus), *TINY, "--dropout", "0", "--steps", "2", "--clip", "0.05", "--rate-scale", "0.7"]
     settings = train.settings_of(train.parse_arguments([*flags, "--out", str(tmp_path / "run")]))
+    settings["accumulate"] = accumulate
     run = train.Run(settings, resuming=False, dry_run=True)
     run.prepare(None)
     run.model.double().train()  # in float32, Adam would blow rounding up where a gradient is 0 in truth: key biases
@@ -594,11 +596,13 @@ def test_an_update_is_adam_at_noams_rate_with_clipping(corpus, tmp_path):
     by_hand = Transformer(run.model.config).double().train()
     by_hand.load_state_dict(run.model.state_dict())
     optimizer = torch.optim.Adam(by_hand.parameters(), betas=(0.9, 0.98), eps=1e-9)
-    for step, batch in enumerate(run.sampler.epoch(0)[:2], 1):
+    for step in (1, 2):
         optimizer.zero_grad()
-        src, tgt_in, tgt_out = tf.collate(*run.train_rows, batch)
-        tokens = (tgt_out != PAD).sum()
-        (textbook_kl(by_hand(src, tgt_in), tgt_out, 0.1) / tokens).backward()
+        batches = [
+            tf.collate(*run.train_rows, b) for b in run.sampler.epoch(0)[(step - 1) * accumulate : step * accumulate]
+        ]
+        tokens = sum((tgt_out != PAD).sum() for _, _, tgt_out in batches)
+        sum(textbook_kl(by_hand(src, tgt_in), tgt_out, 0.1) / tokens for src, tgt_in, tgt_out in batches).backward()
         norm = torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.05)
         optimizer.param_groups[0]["lr"] = rate = 0.7 * 32**-0.5 * min(step**-0.5, step * 10**-1.5)
         optimizer.step()
