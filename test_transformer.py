@@ -1,6 +1,7 @@
 """The proofs. Each compares with something computed another way (torch.nn with the same weights, brute force, a
 formula, an unbroken run) and can fail. They need nothing but the repository: python -m pytest -q test_transformer.py"""
 
+import errno
 import gzip
 import io
 import itertools
@@ -10,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -753,15 +755,15 @@ def test_lines_end_at_lf_and_crlf_only(tmp_path):
     path = tmp_path / "my text, v2 [é]"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     expected = ["one", "two\u2028still two\u0085and\x0cmore\x0b\x1c", "thr\ree", "", "five"]
-    assert tf.read_text(path) == expected
+    assert list(tf.read_text(path)) == expected
     (tmp_path / "x.gz").write_bytes(gzip.compress(text.encode()))
-    assert tf.read_text(tmp_path / "x.gz") == expected
+    assert list(tf.read_text(tmp_path / "x.gz")) == expected
     (tmp_path / "y.gz").write_bytes(gzip.compress(os.urandom(999))[:500])
     with pytest.raises(ValueError, match="y.gz"):
-        tf.read_text(tmp_path / "y.gz")
+        list(tf.read_text(tmp_path / "y.gz"))
     path.write_bytes(b"fine\nnot \x92 fine\n")
     with pytest.raises(ValueError, match="line 2"):
-        tf.read_text(path)
+        list(tf.read_text(path))
 
 
 # --- Search --------------------------------------------------------------------------------------------------------
@@ -1005,7 +1007,7 @@ def test_twenty_pairs_are_memorised_and_translated_back(memorised, capfdbinary):
 
 def test_teacher_forced_argmax_equals_greedy_on_memorised_pairs(memorised):
     model, tokenizer, _ = tf.load_checkpoint(memorised / "run" / "best.pt")
-    rows = [tf.TokenRows.encode(tokenizer, tf.read_text(memorised / side)) for side in ("src", "tgt")]
+    rows = tf.encode_pairs(tokenizer, zip(*(tf.read_text(memorised / side) for side in ("src", "tgt"))))
     src, tgt_in, tgt_out = tf.collate(*rows, range(20))
     forced = model(src, tgt_in).argmax(-1).masked_fill(tgt_out == PAD, PAD)
     assert torch.equal(forced, tgt_out)
@@ -1014,7 +1016,7 @@ def test_teacher_forced_argmax_equals_greedy_on_memorised_pairs(memorised):
 
 def test_a_line_in_is_a_line_out(memorised):
     """Blank lines, lines that are not lines, a line over the limit, and one of each script, through a pipe."""
-    known, answer = (tf.read_text(memorised / side)[0] for side in ("src", "tgt"))
+    known, answer = (next(tf.read_text(memorised / side)) for side in ("src", "tgt"))
     lines = [
         "",
         known,
@@ -1226,7 +1228,7 @@ def test_flags_do_what_they_say(corpus, tmp_path, capfd):
 
     _, log, last = run("--precision", "bf16", "--epochs", "1", "--max-pairs", "100", "--clip", "0", "--norm", "pre")
     assert (
-        "read 100 pairs" in log
+        "read 200 pairs, took 100 at random" in log
         and last["config"]["norm"] == "pre"
         and last["state"]["batches"] == last["state"]["step"]
     )
@@ -1253,7 +1255,7 @@ def test_fine_tuning_starts_from_given_weights(memorised, corpus, tmp_path, capf
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     assert new.config.dropout == 0.25 and old.config.dropout == 0.0
     assert train.main([*flags, "--d-model", "64", "--out", str(tmp_path / "other")]) == 1
-    assert "--d-model is decided by the checkpoint" in capfd.readouterr().err
+    assert "--d-model is decided by what --init-from brings" in capfd.readouterr().err
 
 
 def test_errors_are_explained_or_passed_on():
@@ -1386,7 +1388,7 @@ def test_stale_files_of_killed_saves_are_removed(corpus, tmp_path):
 def test_closed_streams(memorised):
     """Without stdin, stdout or stderr: no traceback, and never a message among the translations."""
     best = memorised / "run" / "best.pt"
-    source, answer = (tf.read_text(memorised / side)[0] for side in ("src", "tgt"))
+    source, answer = (next(tf.read_text(memorised / side)) for side in ("src", "tgt"))
 
     def shell(redirect, text=""):
         line = f'"$0" "$1" --checkpoint "$2" {text} {redirect}'
@@ -1424,85 +1426,519 @@ def test_a_resume_finds_its_data_from_another_folder(corpus, tmp_path, monkeypat
     moved = tmp_path / "moved.tsv"
     moved.write_bytes(corpus.read_bytes())
     assert train.main(["--resume", "run", "--steps", "4", "--data", "moved.tsv"]) == 0
-    moved.write_text("other\tdata\n" * 2 + "more\tof it\n" * 20 + corpus.read_text("utf-8"))
+    moved.write_text("other data\tঅন্য তথ্য\n" + corpus.read_text("utf-8"), "utf-8")
     assert train.main(["--resume", "run", "--steps", "5"]) == 1
 
 
-def test_corpus_drops_by_rule_and_never_straddles(tmp_path):
-    lines = [f"source {i % 40}\ttarget {i}" for i in range(100)] + ["\tempty", "source 1\ttarget 1", " \t "]
-    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
-    settings = dict(data=str(tmp_path / "a.tsv"), seed=1, val_pairs=10)
-    corpus = train.Corpus(settings)
-    assert corpus.read == 103 and corpus.dropped["empty side"] == 2 and corpus.dropped["repeated pair"] == 1
-    assert len(corpus.val) == 10 and len(corpus.train) == 100 - 10 - corpus.dropped["in validation too"]
-    for side in (0, 1):
-        assert not {p[side] for p in corpus.train} & {p[side] for p in corpus.val}
-    assert (
-        train.Corpus(settings).fingerprint()
-        == corpus.fingerprint()
-        != train.Corpus(settings | dict(seed=2)).fingerprint()
-    )
+def prepared(folder, limit=100, tokenizer=None, **given):
+    """The corpus that these flags give. A list of pairs as `data` is written to a file first."""
+    if "data" in given and not isinstance(given["data"][0], str):
+        path = folder / "pairs.tsv"
+        path.write_text("".join(f"{src}\t{tgt}\n" for src, tgt in given["data"]), "utf-8")
+        given["data"] = [str(path)]
+    settings = train.settings_of(dict(vocab_size=400) | given) | dict(cache=str(folder / "cache"))
+    return train.Corpus(settings, limit, tokenizer)
 
 
-def test_pairs_over_the_limit_are_dropped_not_cut(tmp_path, tokenizer):
-    (tmp_path / "a.tsv").write_text("".join(f"a cat {i}\tthe mat {i}\n" for i in range(20)) + "a" * 99 + "\tb\n")
-    corpus = train.Corpus(dict(data=str(tmp_path / "a.tsv"), seed=2, val_pairs=5))
-    assert ("a" * 99, "b") in corpus.train
-    (src, tgt), _ = corpus.encode(tokenizer, 40)
-    assert corpus.dropped["over 40 tokens"] == 1 and len(src) == len(tgt) == len(corpus.train) == 15
-    assert max(src.lengths.max(), tgt.lengths.max()) + 1 <= 40
+def read(*paths, **given):
+    """What is read of these files: two are aligned, one holds pairs."""
+    names = [str(path) for path in paths]
+    files = dict(data=names) if len(paths) == 1 else dict(src=names[:1], tgt=names[1:])
+    return list(train.read_pairs(train.settings_of(files | given)))
+
+
+def training_text(corpus):
+    sides = (corpus.tokenizer.source, corpus.tokenizer), corpus.train
+    return list(zip(*([t.decode(rows[i].tolist()) for i in range(len(rows))] for t, rows in zip(*sides))))
+
+
+def dropped(corpus):
+    return {rule: n for rule, n in corpus.dropped.items() if n}
+
+
+WORDS = "red green blue black white small large young old new cat dog bird fish tree house river road hill town".split()
+
+
+def sentences(n, seed=0, words=WORDS):
+    """n different lines of 4 to 8 words."""
+    rng, lines = random.Random(seed), {}
+    while len(lines) < n:
+        lines[" ".join(rng.choices(words, k=rng.randrange(4, 9)))] = None
+    return list(lines)
+
+
+def clean_pairs(n, seed=0):
+    """Pairs no rule finds fault with; the target's words are the source's, spelled in Bengali letters."""
+    letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "অআইঈউঊঋএঐওঔকখগঘঙচছজঝঞটঠডঢণ")
+    return [(line, line.translate(letters)) for line in sentences(n, seed)]
+
+
+def test_only_lf_and_crlf_end_a_line(tmp_path):
+    src = ["one", "two\rtoo", "a\u2028b\u2029c\u0085d\x0ce\x0bf\x1cg", "four", "", "six"]
+    tgt = [f"t{i}" for i in range(6)]
+    a, b = tmp_path / "a.en", tmp_path / "b.bn"
+    a.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(src).encode())  # BOM, CRLF, no last newline
+    b.write_bytes(("\n".join(tgt) + "\n").encode())
+    assert read(a, b) == list(zip(src, tgt))
+    tsv = tmp_path / "c.tsv"
+    tsv.write_bytes("".join(f"{x}\t{y}\r\n" for x, y in zip(src, tgt)).encode())
+    assert read(tsv) == list(zip(src, tgt))
+    assert tf.normalize(src[1]) == "two too" and tf.normalize(src[2]) == "a b c d e f g"
+
+
+def test_a_blank_line_costs_one_pair(tmp_path):
+    pairs = clean_pairs(1000)
+    pairs[1] = ("", "")
+    corpus = prepared(tmp_path, data=pairs, val_pairs=10, vocab_size=500)
+    assert corpus.read == 1000 and dropped(corpus) == {"empty side": 1} and len(corpus.train[0]) == 989
+
+
+def test_unequal_files_are_named_with_their_counts(tmp_path):
+    for n in (5, 6):
+        (tmp_path / str(n)).write_text("x\n" * n)
+    with pytest.raises(ValueError, match="5 has 5 lines and .*6 has 6"):
+        read(tmp_path / "5", tmp_path / "6")
+    with pytest.raises(ValueError, match="6 has 6 lines and .*5 has 5"):
+        read(tmp_path / "6", tmp_path / "5")
 
 
 @pytest.mark.parametrize(
-    "name, content",
+    "name, text, flags, expected",
     [
-        ("a.csv", "en,bn\nx y,p q\nz,r\n"),
-        ("a.jsonl", '{"en":"x y","bn":"p q"}\n{"en":"z","bn":"r"}\n'),
-        ("b.jsonl", '{"translation":{"en":"x y","bn":"p q"}}\n{"translation":{"en":"z","bn":"r"}}\n'),
-        ("a.tsv", "bn\ten\np q\tx y\nr\tz\n"),
+        ("a.tsv", "x y\tp q\nz\tr", {}, 2),
+        ("a.tsv", "x y\tp q\t0.5\thttp\nz\tr\t\n", {}, 2),  # further columns
+        ("a.tsv", 'x "y\tp q"\nz\tr\n', {}, [('x "y', 'p q"'), ("z", "r")]),  # a quote is a character
+        ("a.tsv", "bn\ten\np q\tx y\nr\tz\n", dict(src_field="en", tgt_field="bn"), 2),
+        ("a.tsv", "x y\tp q\nonly one\nz\tr\n", {}, "a.tsv, line 2: 1 columns where 2"),
+        ("a.tsv", "x y\tp q\nonly one\nz\tr\n", dict(skip_bad_lines=True), [("x y", "p q"), None, ("z", "r")]),
+        ("a.csv", "en,bn\nx y,p q\nz,r\n", {}, 2),
+        ("a.csv", "id,score,en,bn\n1,0.5,x y,p q\n2,1,z,r\n", dict(src_field="en", tgt_field="bn"), 2),
+        ("a.csv", "x y,p q\nz,r\n", dict(no_header=True), 2),
+        ("a.csv", 'en,bn\n"x, ""y""\n z",p\rq\n', {}, [('x, "y"\n z', "p q")]),
+        ("a.csv", 'en,bn\nx y,p q\n"z,r\nx,y\n', {}, "a.csv, line 3: a quote opens and never closes"),
+        ("a.csv", 'en,bn\nx y,p q\n"z"z,r\nx,y\n', dict(skip_bad_lines=True), [("x y", "p q"), None, ("x", "y")]),
+        ("a.csv", "en,bn\nx y,p q\nz\n", {}, "a.csv, line 3: 1 columns where 2"),
+        ("a.csv", "id,en,xx,bn\n1,a,b,c\n", {}, "say --src-field and --tgt-field; its columns are id, en, xx, bn"),
+        ("a.jsonl", '{"en":"x y","bn":"p q"}\n{"en":"z","bn":"r","more":[1]}\n', {}, 2),
+        ("a.jsonl", '{"id":7,"translation":{"en":"x y","bn":"p q"}}\n\n{"translation":{"en":"z","bn":"r"}}\n', {}, 2),
+        ("a.jsonl", '{"src":null,"tgt":"a"}\n{"idx":2,"src":5,"tgt":"b"}\n', {}, [("", "a"), ("5", "b")]),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n{"en":"z",\n', {}, "a.jsonl, line 2: "),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n[1]\n{"en":"z",', dict(skip_bad_lines=True), [("x", "y"), None, None]),
+        ("a.jsonl", '{"en":"x","bn":["y"]}\n', dict(src_field="en", tgt_field="bn"), "line 1: a list where text"),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n', dict(src_field="en", tgt_field="fr"), "no column 'fr'; it has en, bn"),
     ],
 )
-def test_files_with_named_columns(tmp_path, name, content, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / name).write_text(content)
-    settings = dict(data=str(tmp_path / name), src_field="en", tgt_field="bn")
-    assert train.read_corpus(settings) == (["x y", "z"], ["p q", "r"])
+def test_files_of_pairs(tmp_path, name, text, flags, expected):
+    (tmp_path / name).write_text(text, "utf-8", newline="")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected).replace("say", ".*say", 1)):
+            read(tmp_path / name, **flags)
+    else:
+        assert read(tmp_path / name, **flags) == ([("x y", "p q"), ("z", "r")] if expected == 2 else expected)
 
 
-def test_what_looks_like_a_number_a_date_or_nothing_stays_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    src, tgt = (
-        ["NA", "null", "009", "2020-01-10", "true", "", "1.50"],
-        ["None", "nan", "1e5", "10:30", "N/A", "x", "20"],
-    )
+def test_what_looks_like_a_number_a_date_or_nothing_stays_text(tmp_path):
+    src = ["NA", "null", "009", "2020-01-10", "true", "", "1.50"]
+    tgt = ["None", "nan", "1e5", "10:30", "N/A", "x", "20"]
     csv_file, jsonl = tmp_path / "a [1]*.csv", tmp_path / "a.jsonl"
     csv_file.write_text("en,bn\n" + "".join(f"{a},{b}\n" for a, b in zip(src, tgt)))
     (tmp_path / "a [1]x.csv").write_text("en,bn\nnot,this\n")  # what the name would match, were it a pattern
-    jsonl.write_text(
-        "".join(
-            json.dumps(dict(id=i, translation=dict(en=a or None, bn=b))) + "\n\n"
-            for i, (a, b) in enumerate(zip(src, tgt))
-        )
-    )
+    jsonl.write_text("".join(json.dumps(dict(en=a or None, bn=b)) + "\n" for a, b in zip(src, tgt)))
     for path in (csv_file, jsonl):
-        assert train.read_corpus(dict(data=str(path), src_field="en", tgt_field="bn")) == (src, tgt)
+        assert read(path, src_field="en", tgt_field="bn") == list(zip(src, tgt))
 
 
-def test_hub_sets_are_read_from_a_local_folder(tmp_path, monkeypatch):
-    """A folder laid out as a hub set: a card and parquet files, with the nested column that translation sets have."""
+def test_bytes_that_are_no_utf8(tmp_path):
+    """By default an error with file and line; by flag the pair is skipped, and all others stay with their partners."""
+    a, b = tmp_path / "a.en", tmp_path / "b.bn"
+    pairs = clean_pairs(40)
+    lines = [src.encode() for src, _ in pairs]
+    lines[3] += b"\x92"
+    a.write_bytes(b"\n".join(lines) + b"\n")
+    b.write_text("\n".join(tgt for _, tgt in pairs) + "\n", "utf-8")
+    with pytest.raises(ValueError, match="a.en, line 4: byte 0x92 is not UTF-8"):
+        read(a, b)
+    files = dict(src=[str(a)], tgt=[str(b)], val_pairs=4)
+    corpus = prepared(tmp_path, **files, skip_bad_lines=True)
+    assert dropped(corpus) == {"bad line": 1} and corpus.examples["bad line"][0] == 4
+    assert set(training_text(corpus)) | set(map(tuple, corpus.val_pairs)) == set(pairs) - {pairs[3]}
+
+
+def test_packed_files_several_files_and_patterns(tmp_path, monkeypatch):
+    pairs = [(f"word {i}", f"শব্দ {i}") for i in range(30)]
+    for part in range(3):
+        text = ["".join(f"{pair[side]}\n" for pair in pairs[10 * part : 10 * part + 10]).encode() for side in (0, 1)]
+        (tmp_path / f"part{part}.en.gz").write_bytes(gzip.compress(text[0]))  # one side packed, the other not
+        (tmp_path / f"part{part}.bn").write_bytes(text[1])
+    monkeypatch.chdir(tmp_path)
+    assert list(train.read_pairs(train.settings_of(dict(src=["part*.en.gz"], tgt=["part*.bn"])))) == pairs
+    with pytest.raises(ValueError, match="3 source files and 1 target files"):
+        list(train.read_pairs(train.settings_of(dict(src=["part*.en.gz"], tgt=["part0.bn"]))))
+    with pytest.raises(ValueError, match="none.* matches no file"):
+        train.settings_of(dict(data=["none*.tsv"]))
+    (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress("".join(f"{i}\tx\n" for i in range(999)).encode())[:-9])
+    with pytest.raises(ValueError, match="cut.tsv.gz is cut short or damaged"):
+        read("cut.tsv.gz")
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"src,tgt\nc,d\n"))
+    assert list(train.read_pairs(train.settings_of(dict(data=["a.tsv", "b.csv.gz"])))) == [("a", "b"), ("c", "d")]
+
+
+def test_parquet_and_hub_sets(tmp_path, monkeypatch):
+    """Flat and nested parquet, packed too, and folders laid out as hub sets, with a card; without any network."""
     import datasets
 
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [dict(id=i, translation=dict(en=f"word {i}", bn=f"শব্দ {i}")) for i in range(3)]
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    (tmp_path / "set" / "README.md").write_text("---\nlicense: mit\n---\nA set.\n")
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "data" / "train-00000-of-00001.parquet")
-    settings = dict(dataset=str(tmp_path / "set"), src_field="en", tgt_field="bn")
-    assert train.read_corpus(settings) == ([f"word {i}" for i in range(3)], [f"শব্দ {i}" for i in range(3)])
-    nested = datasets.Dataset.from_list([dict(en=["a"], bn="b")])
-    nested.to_parquet(tmp_path / "list.parquet")
-    with pytest.raises(ValueError, match="row 1: column 'en' holds a list"):
-        train.read_corpus(dict(data=str(tmp_path / "list.parquet"), src_field="en", tgt_field="bn"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "library"))
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a local file needs no network"))
+    pairs = [(f"word {i}", f"শব্দ {i}") for i in range(2500)]
+    flat = [dict(idx=i, src=a, tgt=b) for i, (a, b) in enumerate(pairs)]
+    nested = [dict(translation=dict(bn=b, en=a)) for a, b in pairs]
+    for name, rows in (("flat", flat), ("nested", nested)):
+        folder = tmp_path / name
+        (folder / "data").mkdir(parents=True)
+        (folder / "README.md").write_text("---\nlicense: mit\n---\nA set.\n")
+        datasets.Dataset.from_list(rows).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+        datasets.Dataset.from_list(rows[:5]).to_parquet(folder / "data" / "validation-00000-of-00001.parquet")
+        flags = {} if name == "flat" else dict(src_field="en", tgt_field="bn")
+        plain = folder / "data" / "train-00000-of-00001.parquet"
+        packed = tmp_path / f"{name}.parquet.gz"
+        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        assert read(plain, **flags) == read(packed, **flags) == pairs
+        settings = train.settings_of(dict(dataset=str(folder), val_split="validation", **flags))
+        assert list(train.read_pairs(settings)) == pairs
+        assert list(train.read_pairs(settings, split="val_split")) == pairs[:5]
+        with pytest.raises(ValueError, match="(?i)unknown split"):
+            list(train.read_pairs(train.settings_of(dict(dataset=str(folder), dataset_split="trian", **flags))))
+    notes = []
+    list(train.read_pairs(train.settings_of(dict(dataset=str(tmp_path / "nested"))), notes.append))
+    assert notes == ["columns: source = 'bn', target = 'en', guessed; --src-field and --tgt-field say"]
+    datasets.Dataset.from_list([dict(en=["a"], bn="b")]).to_parquet(tmp_path / "list.parquet")
+    with pytest.raises(ValueError, match="line 1: a list where text should be"):
+        read(tmp_path / "list.parquet", src_field="en", tgt_field="bn")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not so")
+    with pytest.raises(ValueError, match="broken.parquet cannot be read: "):
+        read(tmp_path / "broken.parquet")
+    corpus = prepared(tmp_path, dataset=str(tmp_path / "flat"), val_split="validation", vocab_size=300)
+    assert len(corpus.train[0]) == 2495 and [tuple(pair) for pair in corpus.val_pairs] == pairs[:5]
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ValueError, match="scripted cannot be read: .*give a copy of the set in parquet"):
+        read_hub = train.settings_of(dict(dataset=str(tmp_path / "scripted")))
+        list(train.read_pairs(read_hub))
+
+
+DEFECTS = {  # rule: (name for --allow, the pair)
+    "empty side": (None, ("the red house", " \u2003 ")),
+    "control characters or U+FFFD": ("control", ("the old\x07 town", "অআ ইঈ উঊ")),
+    "HTML entities": ("entities", ("the cat &amp;quot; dog", "অআ ইঈ উঊ")),
+    "mark-up": ("markup", ("the <b>old</b> town", "অআ ইঈ উঊ")),
+    "identical sides": ("identical", ("the red house", "the red  house")),
+    "repeated pair": ("repeated", clean_pairs(1)[0]),
+    "unusual script": ("script", ("the red river and the old road", "the river rouge et la vieille route")),
+    "unusual length ratio": ("ratio", ("red " * 30, "অআ ইঈ")),
+}
+
+
+@pytest.mark.parametrize("rule", DEFECTS)
+def test_each_rule_drops_its_defect_counts_it_and_can_be_turned_off(tmp_path, rule):
+    name, pair = DEFECTS[rule]
+    pairs = [*clean_pairs(60), pair, *clean_pairs(20, seed=1)]
+    pairs = list(dict.fromkeys(pairs[:60])) + pairs[60:]  # the second lot may repeat the first: not the point here
+    clean = prepared(tmp_path, data=pairs[:60] + pairs[61:], val_pairs=5)
+    corpus = prepared(tmp_path, data=pairs, val_pairs=5)
+    assert corpus.dropped[rule] == clean.dropped[rule] + 1
+    assert corpus.examples[rule] == [61, tf.normalize(pair[0]), tf.normalize(pair[1])]
+    if name is not None:
+        allowed = prepared(tmp_path, data=pairs, val_pairs=5, allow=[name, "identical"])
+        assert allowed.dropped[rule] == 0 and allowed.fingerprint != corpus.fingerprint
+
+
+def test_scripts_are_found_from_the_corpus(tmp_path):
+    """Whatever a side is mostly written in is right for it, Japanese in its three scripts; of two halves, both."""
+    japanese = ["猫が好き", "カタカナ", "東京都", "これはペンです", "テレビ 2 台", "?!", "123"] * 10
+    latin, cyrillic = sentences(35), [line.translate(str.maketrans("abcdeg", "абцдег")) for line in sentences(35, 1)]
+    cleaner = train.Cleaner(dict(max_ratio=100.0, allow=["repeated"]))
+    odd = [("only english here", "so not japanese"), ("тут русский", "東京都")]
+    facts = cleaner.look([*zip(sentences(70), japanese), *odd])[2]
+    cleaner.judge(facts)
+    assert cleaner.script_names(0) == "latin" and cleaner.script_names(1) == "cjk"
+    assert [train.VERDICTS[v] for v in facts["verdict"]] == ["kept"] * 70 + ["unusual script"] * 2
+    halves = train.Cleaner(dict(max_ratio=100.0))
+    facts = halves.look(list(zip(sentences(70, 2), ["абв где жзи " + x for x in cyrillic] + ["x" + x for x in latin])))[
+        2
+    ]
+    halves.judge(facts)
+    assert halves.script_names(1) == "latin, cyrillic" and not facts["verdict"].any()
+
+
+def test_length_ratios_are_judged_by_the_median_of_the_corpus():
+    """Targets a third as long, without spaces, are usual where all are; short lines may vary more than long ones."""
+    cleaner = train.Cleaner(dict(max_ratio=3.0, allow=["identical"]))
+    pairs = [(line * 3, line.replace(" ", "")) for line in sentences(50)] + [("Go", "leave us")]
+    pairs += [("word " * 40, "it")]
+    facts = cleaner.look(pairs)[2]
+    cleaner.judge(facts)
+    assert [train.VERDICTS[v] for v in facts["verdict"]] == ["kept"] * 51 + ["unusual length ratio"]
+
+
+def test_entities_are_turned_into_characters_by_flag(tmp_path):
+    pairs = [*clean_pairs(40), ("cat &amp;quot;dog&amp;quot; &#2453;", "অআ &lt; ইঈ")]
+    corpus = prepared(tmp_path, data=pairs, val_pairs=4, unescape=True, seed=3)
+    assert not dropped(corpus)
+    assert ('cat "dog" ক', "অআ < ইঈ") in training_text(corpus) + [tuple(pair) for pair in corpus.val_pairs]
+
+
+def test_the_worst_aligned_pairs_are_listed(tmp_path):
+    def score(src, tgt):
+        return train.misalignment(src, tgt, 1.0)
+
+    assert score("a b c", "d e f") == 0.0
+    assert score("the 12 cats", "১২ টি বিড়াল") < score("the 12 cats", "১৩ টি বিড়াল")
+    assert score("who is it?", "هل هو هو؟") < score("who is it?", "هل هو هوا") < score("who is it?!!", "هل هو هوا")
+    assert score("in Paris today", "heute in Paris") < score("in Paris today", "heute in Rome ")
+    assert score("a short one of words", "very much longer than that, by a factor of many") > 0.5
+    pairs = clean_pairs(60)
+    pairs[30] = (pairs[30][0] + " 1999 2001?", pairs[30][1])
+    corpus = prepared(tmp_path, data=pairs, val_pairs=5)
+    assert tuple(corpus.worst[0][1:]) == pairs[30] and len(corpus.worst) == len(corpus.samples) == 3
+    assert set(map(tuple, corpus.samples)) < set(training_text(corpus))
+
+
+def test_validation_is_split_off_by_groups(tmp_path):
+    """No sentence on both sides of the split; all translations of a source on the same; the same split each time."""
+    pairs = [(f"{a} {k % 40}", f"{b} {k}") for k, (a, b) in enumerate(clean_pairs(120))]
+    pairs = [(pairs[k % 40][0], pairs[k // 2][1] if k % 7 == 0 else pairs[k][1]) for k in range(120)]
+    corpus, again = (prepared(tmp_path, data=pairs, val_pairs=12, cache=str(tmp_path / x)) for x in "ab")
+    val, kept = [tuple(pair) for pair in corpus.val_pairs], training_text(corpus)
+    assert 9 < len(val) <= 12 and again.val_pairs == corpus.val_pairs and again.fingerprint == corpus.fingerprint
+    for side in (0, 1):
+        assert not {pair[side] for pair in kept} & {pair[side] for pair in val}
+    asked = {src for src, _ in val}
+    assert {pair for pair in pairs if pair[0] in asked} == set(val)
+    assert len(kept) + len(val) + sum(corpus.dropped.values()) == 120 and corpus.dropped["in validation or test"]
+    assert prepared(tmp_path, data=pairs, val_pairs=12, seed=2).val_pairs != corpus.val_pairs
+
+
+def test_given_validation_and_test_sentences_leave_training(tmp_path):
+    pairs = clean_pairs(50)
+    files = dict(val_src=[pairs[0][0], "", "x"], val_tgt=["other", "y", "x"], test_src=["z"], test_tgt=[pairs[1][1]])
+    for name, lines in files.items():
+        (tmp_path / name).write_text("".join(f" {line}\n" for line in lines), "utf-8")
+    corpus = prepared(tmp_path, data=pairs, **{name: [str(tmp_path / name)] for name in files})
+    assert dropped(corpus) == {"in validation or test": 2} and len(corpus.train[0]) == 48
+    assert corpus.val_pairs == [[" " + pairs[0][0], " other"], [" x", " x"]]  # as they stand in the file
+    assert "validation: 1 with empty side, left out" in corpus.notes
+    assert "validation: 1 with identical sides, kept" in corpus.notes
+
+
+def test_max_pairs_takes_a_random_sample(tmp_path):
+    pairs = [(f"{src} {i}", tgt) for i, (src, tgt) in enumerate(clean_pairs(300))]
+    corpus = prepared(tmp_path, data=pairs, max_pairs=60, val_pairs=5, allow=["ratio"])
+    taken = set(training_text(corpus)) | set(map(tuple, corpus.val_pairs))
+    assert corpus.read == 300 and corpus.taken == len(taken) == 60 and taken < set(pairs)
+    assert len(taken & set(pairs[:60])) < 40  # not the first rows
+    more = prepared(tmp_path, data=pairs, max_pairs=60, val_pairs=5, allow=["ratio"], seed=5)
+    assert taken != set(training_text(more)) | set(map(tuple, more.val_pairs))
+
+
+def test_pairs_over_the_limit_are_dropped_not_cut(tmp_path, tokenizer):
+    pairs = [(f"a cat {i}", f"the mat {i}") for i in range(20)] + [("a" * 39, "b " * 8)]
+    corpus = prepared(tmp_path, 40, tokenizer, data=pairs, val_pairs=5, seed=2)
+    assert dropped(corpus) == {} and max(corpus.train[0].lengths.max(), corpus.val[0].lengths.max()) + 1 == 40
+    corpus = prepared(tmp_path, 39, tokenizer, data=pairs, val_pairs=5, seed=2)
+    assert dropped(corpus) == {"over the length limit": 1} and len(corpus.train[0]) == len(corpus.train[1]) == 15
+
+
+def test_the_fingerprint_covers_pairs_order_rules_and_validation(tmp_path):
+    pairs, own = clean_pairs(40), tmp_path / "own"
+    own.mkdir()
+    for name, side in (("val_src", 0), ("val_tgt", 1)):
+        (own / name).write_text("".join(f"{pair[side]}\n" for pair in clean_pairs(9, seed=8)), "utf-8")
+    files = dict(val_src=[str(own / "val_src")], val_tgt=[str(own / "val_tgt")])
+    prints = [prepared(tmp_path, data=pairs, **files).fingerprint]
+    prints.append(prepared(tmp_path, data=[pairs[1], pairs[0], *pairs[2:]], **files).fingerprint)
+    prints.append(prepared(tmp_path, data=[*pairs[:-1], (pairs[-1][0], pairs[-1][1] + "।")], **files).fingerprint)
+    prints.append(prepared(tmp_path, data=pairs, **files, max_ratio=4.0).fingerprint)
+    prints.append(prepared(tmp_path, 99, data=pairs, **files).fingerprint)
+    (own / "val_tgt").write_text((own / "val_tgt").read_text("utf-8").replace("\n", "।\n"), "utf-8")
+    prints.append(prepared(tmp_path, data=pairs, **files).fingerprint)
+    assert len(set(prints)) == 6
+    moved = own / "elsewhere.tsv"
+    moved.write_text("".join(f"{a}\t {b}\n" for a, b in pairs), "utf-8")  # another place, other white space
+    assert prepared(tmp_path, data=[str(moved)], **files).fingerprint == prints[-1]
+
+
+def test_prepared_data_are_found_again_and_made_again_when_damaged(tmp_path, monkeypatch):
+    first = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+    text = training_text(first)
+    again = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+    assert set(first.stages) == {"cleaning", "tokenizer", "encoding"} and not again.stages
+    assert training_text(again) == text and again.tokenizer.sha256 == first.tokenizer.sha256
+    for name in ("fingerprint", "dropped", "examples", "notes", "samples", "worst", "val_pairs"):
+        assert getattr(again, name) == getattr(first, name)
+    assert prepared(tmp_path, data=clean_pairs(101), val_pairs=9).stages
+    for name in ("tgt.ids", "report.json", "src.offsets.npy", "tokenizer.model", "sums.json"):
+        content = bytearray((first.folder / name).read_bytes())
+        content[len(content) // 2] ^= 0x40
+        for damaged in (content, content[:-5], None):
+            (first.folder / name).unlink() if damaged is None else (first.folder / name).write_bytes(damaged)
+            made = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+            assert made.fingerprint == first.fingerprint and training_text(made) == text
+    (tmp_path / "cache" / "left by a killed process.tmp").mkdir()
+    monkeypatch.setattr(train, "chunks", lambda rows, chunks=train.chunks: chunks(rows, 7))  # borders change nothing
+    shutil.rmtree(first.folder)
+    made = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+    assert made.fingerprint == first.fingerprint and training_text(made) == text
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_data_are_prepared_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(train, "locked", lambda path: refuse(path))
+    corpus = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+    assert len(corpus.train[0]) == 91 and tmp_path not in corpus.folder.parents
+
+
+def test_two_processes_prepare_the_same_data_once(corpus, tmp_path):
+    command = [sys.executable, HERE / "train.py", "--data", corpus, *TINY, "--dry-run", "--out"]
+    both = [subprocess.Popen([*command, tmp_path / x], stderr=subprocess.PIPE, text=True) for x in "ab"]
+    logs = [process.communicate()[1] for process in both]
+    assert sorted("prepared before" in log for log in logs) == [False, True]
+    assert [process.returncode for process in both] == [0, 0]
+
+
+# --- The tokenizer's flags -----------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_sees_training_text_only(tmp_path):
+    pairs = [(f"{src} {chr(0x4E00 + i)}", tgt) for i, (src, tgt) in enumerate(clean_pairs(80))]
+    corpus = prepared(tmp_path, data=pairs, val_pairs=20)
+    pieces = "".join(corpus.tokenizer.pieces.id_to_piece(i) for i in range(corpus.tokenizer.vocab_size))
+    assert all(src[-1] in pieces for src, _ in training_text(corpus))
+    assert not any(src[-1] in pieces for src, _ in corpus.val_pairs)
+    few = prepared(tmp_path, data=pairs, val_pairs=20, tokenizer_sample=10).tokenizer
+    pieces = "".join(few.pieces.id_to_piece(i) for i in range(few.vocab_size))
+    assert sum(src[-1] in pieces for src, _ in training_text(corpus)) == 10
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_any_text_comes_back_from_either_kind_with_tags(kind):
+    tokenizer = tf.Tokenizer.train(TEXT, 400, kind, tags=["<2bn>", "<2ta>"])
+    assert tokenizer.sha256 == tf.Tokenizer.train(TEXT, 400, kind, tags=["<2bn>", "<2ta>"]).sha256
+    assert tokenizer.pieces.encode("<2ta> the cat", out_type=str)[:2] == ["\u2581", "<2ta>"]
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(
+            rng.choice(
+                [
+                    "<2bn>",
+                    "</s>",
+                    "a",
+                    " ",
+                    "\u2581",
+                    "ক্ষ",
+                    "\u200d",
+                    "\u200c",
+                    "<0x41>",
+                    "\n",
+                    chr(rng.randrange(0x110000)),
+                ]
+            )
+            for _ in range(rng.randrange(20))
+        )
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == tf.normalize(text) and min(ids, default=4) > UNK
+    for tag in ("</s>", "two words", "", " x"):
+        with pytest.raises(ValueError, match="cannot be a tag"):
+            tf.Tokenizer.train(TEXT, 400, tags=[tag])
+
+
+def test_a_tokenizer_of_ones_own(corpus, tmp_path, capfd):
+    import sentencepiece
+
+    lines = [text for line in demo_pairs(200) for text in line.split("\t")]
+    (tmp_path / "own.model").write_bytes(tf.Tokenizer.train(lines, 380).model_bytes)
+    flags = ["--data", str(corpus), *TINY, "--steps", "2"]
+    at = flags.index("--vocab-size")
+    del flags[at : at + 2]
+    assert train.main([*flags, "--tokenizer", str(tmp_path / "own.model"), "--out", str(tmp_path / "a")]) == 0
+    assert train.main([*flags, "--tokenizer", str(tmp_path / "a" / "last.pt"), "--out", str(tmp_path / "b")]) == 0
+    a, b = (weights_of(tmp_path / x / "last.pt") for x in "ab")
+    assert (
+        a["tokenizer"] == b["tokenizer"] == (tmp_path / "own.model").read_bytes() and a["config"]["vocab_size"] == 380
+    )
+    foreign = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=foreign, vocab_size=200, hard_vocab_limit=False, minloglevel=2
+    )
+    (tmp_path / "foreign.model").write_bytes(foreign.getvalue())
+    capfd.readouterr()
+    assert train.main([*flags, "--tokenizer", str(tmp_path / "foreign.model")]) == 1
+    assert re.search("foreign.model: .*train it with --pad_id=0 --bos_id=1", capfd.readouterr().err)
+
+
+def test_separate_vocabularies_from_text_to_text(corpus, tmp_path, capfd):
+    """Each language has its own pieces and table; the checkpoint holds both, and all else works as with one."""
+    run = tmp_path / "run"
+    flags = [
+        "--data",
+        str(corpus),
+        *TINY,
+        "--separate-vocabularies",
+        "--steps",
+        "4",
+        "--eval-every",
+        "2",
+        "--average",
+        "2",
+    ]
+    assert train.main([*flags, "--out", str(run)]) == 0
+    model, tokenizer, rest = tf.load_checkpoint(run / "last.pt")
+    assert tokenizer.source.sha256 != tokenizer.sha256 == rest["tokenizer_sha256"]
+    assert (
+        model.config.src_vocab_size == tokenizer.source.vocab_size and model.config.vocab_size == tokenizer.vocab_size
+    )
+    pieces = [{t.pieces.id_to_piece(i) for i in range(260, t.vocab_size)} for t in (tokenizer.source, tokenizer)]
+    assert all(piece.isascii() for piece in {p.strip("\u2581") for p in pieces[0]})
+    assert not any(re.search("[a-z]{2}", piece) for piece in pieces[1])
+    src, tgt = demo_pairs(1)[0].split("\t")
+    assert (
+        tokenizer.source.decode(tokenizer.source.encode(src)) == src and tokenizer.decode(tokenizer.encode(tgt)) == tgt
+    )
+    assert train.main(["--resume", str(run), "--steps", "5"]) == 0
+    (tmp_path / "in").write_text(src + "\n", "utf-8")
+    (tmp_path / "ref").write_text(tgt + "\n", "utf-8")
+    command = ["--checkpoint", str(run / "last.pt"), "--input", str(tmp_path / "in")]
+    assert translate.main([*command, "--reference", str(tmp_path / "ref")]) == 0
+    assert "over 1 of 1 references" in capfd.readouterr().err
+    content = weights_of(run / "last.pt")
+    content["source_tokenizer"] = tf.Tokenizer.train(["other text"] * 9, 300).model_bytes
+    torch.save(content, tmp_path / "changed.pt")
+    with pytest.raises(ValueError, match="hash"):
+        tf.load_checkpoint(tmp_path / "changed.pt")
+
+
+def test_a_resume_needs_no_prepared_data(corpus, tmp_path):
+    flags = ["--data", str(corpus), *TINY, "--steps", "2", "--out", str(tmp_path / "run")]
+    assert train.main(flags) == 0
+    shutil.rmtree(tmp_path / "cache")
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
+
+
+def test_text_files_are_opened_as_utf8():
+    """Whatever the locale: no text file is opened without its encoding, but for what is written nowhere."""
+    for name in ("transformer.py", "train.py", "translate.py", "data/make_demo.py"):
+        source = (HERE / name).read_text("utf-8")
+        for call in re.findall(r"(?<![\w.])open\(.*|\.(?:read|write)_text\(.*", source):
+            binary = re.search(
+                r"""["'][rwa]\+?b["']|read_text\(path, |read_text\(args|read_text\(self|os\.devnull""", call
+            )
+            assert binary or "encoding=" in call or re.match(r"open\(path\) as packed|open\(path, \"a\"\)", call), (
+                name,
+                call,
+            )
 
 
 def test_demo_corpus_is_what_its_script_writes(tmp_path):
@@ -1543,8 +1979,18 @@ MISTAKES = {  # command line: what the one line must say
     "train.py --src five --tgt five --src-field a --tgt-field b": "exclude each other",
     "train.py --data pairs.tsv --overfit 5 --val-src five --val-tgt five": "exclude each other",
     "train.py --data pairs.tsv --dataset-config x": "needs --dataset",
+    "train.py --data pairs.tsv --val-split x": "needs --dataset",
+    "train.py --dataset . --val-split x --val-pairs 3": "exclude each other",
+    "train.py --data pairs.tsv --test-src five": "--test-src and --test-tgt go together",
+    "train.py --data none*.tsv": "matches no file",
+    "train.py --data pairs.tsv --allow nonsense": "--allow",
+    "train.py --data pairs.tsv --max-ratio 0.5": "--max-ratio",
+    "train.py --data pairs.tsv --val-pairs 2 --tags </s> --vocab-size 500": "cannot be a tag",
+    "train.py --data pairs.tsv --val-pairs 2 --tokenizer five": "five: not a SentencePiece model",
+    "train.py --data pairs.tsv --tokenizer five --vocab-size 500": "--vocab-size is decided",
+    "train.py --data pairs.tsv --tokenizer five --init-from five": "exclude each other",
     "train.py --data broken.jsonl": "broken.jsonl, line 2",
-    "train.py --data list.jsonl": "row 1: column 'b' holds a list",
+    "train.py --data list.jsonl --src-field a --tgt-field b": "line 1: a list where text",
     "train.py --data empty.csv": "empty.csv",
     "train.py --data pairs.tsv --val-pairs 2 --vocab-size 500 --batch-tokens 2": "--batch-tokens",
     "train.py --steps -1": "--steps",

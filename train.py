@@ -10,25 +10,45 @@ transformer.py.
 import argparse
 import csv
 import ctypes
+import errno
 import glob
+import gzip
 import hashlib
+import heapq
+import html
+import itertools
 import json
 import math
 import os
 import random
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import unicodedata
+import zipfile
+import zlib
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import transformer as tf
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "data" / "demo.tsv"
@@ -37,20 +57,23 @@ DEMO = HERE / "data" / "demo.tsv"
 # its preset.
 # fmt: off
 DEFAULTS = dict(
-    preset="small", norm="post", vocab_size=8000, max_len=256, steps=20000, batch_tokens=4096, accumulate=1,
+    dataset_split="train", max_ratio=3.0, tokenizer_kind="bpe", tokenizer_sample=250000, vocab_size=8000,
+    preset="small", norm="post", max_len=256, steps=20000, batch_tokens=4096, accumulate=1,
     warmup_steps=1000, rate_scale=0.6, label_smoothing=0.1, clip=1.0, patience=0, average=0, eval_every=1000,
     save_every=500, log_every=50, keep=0, best_by="chrf", seed=1, device="auto", precision="fp32",
 )
 DEMO_DEFAULTS = dict(
-    data=str(DEMO), preset="tiny", dropout=0.1, vocab_size=1000, val_pairs=500, steps=1200, batch_tokens=2048,
+    data=[str(DEMO)], preset="tiny", dropout=0.1, vocab_size=1000, val_pairs=500, steps=1200, batch_tokens=2048,
     warmup_steps=300, rate_scale=0.4, eval_every=400,
 )
 # fmt: on
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
-PATHS = {"src", "tgt", "data", "val_src", "val_tgt", "init_from"}
+FILES = ("src", "tgt", "data", "val_src", "val_tgt", "test_src", "test_tgt")  # lists
+PATHS = {"init_from", "tokenizer", "cache"}
 # A resumed run may be longer, be watched more closely, sit on other hardware, or find its data in another place (their
 # fingerprint decides whether they are the same); all else is fixed by its checkpoint.
-MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"} | PATHS
+MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"}
+MAY_CHANGE |= {*FILES, *PATHS}
 
 
 def parse_arguments(argv):
@@ -64,26 +87,59 @@ def parse_arguments(argv):
     count, natural, fraction = tf.number(int, 1, 2**31), tf.number(int, 0, 2**31), tf.number(float, 0, 1)
     positive, real = tf.number(float, 1e-9, 1e6), tf.number(float, 0, 1e6)
 
-    def flag(group, name, kind, text):
+    def flag(group, name, kind, text, **more):
         default = DEFAULTS.get(name[2:].replace("-", "_"))
-        group.add_argument(name, type=kind, help=text + ("" if default is None else f" (default {default})"))
+        group.add_argument(name, type=kind, help=text + ("" if default is None else f" (default {default})"), **more)
 
-    data = parser.add_argument_group("data: two line-aligned files, or one file of pairs, or a hub set")
-    flag(data, "--src", str, "source sentences, one a line")
-    flag(data, "--tgt", str, "their translations, line by line")
-    flag(data, "--data", str, "pairs: .tsv (source, tab, target), .csv, .jsonl or .parquet; .gz too")
+    def switch(group, name, text):
+        group.add_argument(name, action="store_true", help=text)
+
+    def files(group, name, text):
+        group.add_argument(name, nargs="+", metavar="FILE", help=text)
+
+    data = parser.add_argument_group(
+        "data: line-aligned files, or files of pairs, or a hub set; several files or a 'pattern*' each; .gz too"
+    )
+    files(data, "--src", "source sentences, one a line")
+    files(data, "--tgt", "their translations, line by line")
+    files(data, "--data", "pairs: .tsv (source, tab, target), .csv, .jsonl or .parquet")
     flag(data, "--dataset", str, "name of a set on the Hugging Face hub, or a folder laid out as one")
     flag(data, "--dataset-config", str, "its configuration")
+    flag(data, "--dataset-split", str, "its split to train on")
     flag(data, "--src-field", str, "name of the source column (for .tsv: the first line is then a header)")
     flag(data, "--tgt-field", str, "name of the target column")
+    switch(data, "--no-header", "the first line of a .csv is a pair too: source, target")
     flag(data, "--max-pairs", count, "use at most this many pairs, chosen at random by --seed")
-    flag(data, "--val-src", str, "validation sources")
-    flag(data, "--val-tgt", str, "validation targets")
-    flag(data, "--val-pairs", count, "without validation files: split off this many pairs (default a tenth, <= 1000)")
-    flag(data, "--vocab-size", count, "pieces of the shared SentencePiece vocabulary")
-    flag(data, "--max-len", count, "longest sentence in tokens, EOS included; longer pairs are dropped and counted")
-    data.add_argument("--dry-run", action="store_true", help="report on the data and the sizes, then stop")
+    files(data, "--val-src", "validation sources")
+    files(data, "--val-tgt", "validation targets")
+    flag(data, "--val-split", str, "split of the hub set to validate on")
+    flag(data, "--val-pairs", count, "without any of these: split off this many pairs (default a tenth, <= 1000)")
+    files(data, "--test-src", "test sources, for translate.py to score later: kept out of training here")
+    files(data, "--test-tgt", "test targets")
+    switch(data, "--dry-run", "report on the data and the sizes, then stop")
     flag(data, "--overfit", count, "memorise this many pairs and say whether it worked: a test of the whole chain")
+    flag(data, "--cache", str, "folder for prepared data (default: cache beside the run's); may be deleted at any time")
+
+    clean = parser.add_argument_group("cleaning: each dropped pair is counted under a rule; see --dry-run")
+    clean.add_argument(
+        "--allow",
+        nargs="+",
+        choices=RULES,
+        metavar="RULE",
+        help="rules not to apply: " + "; ".join(f"{rule} ({text})" for rule, text in RULES.items()),
+    )
+    flag(clean, "--max-ratio", tf.number(float, 1, 1e6), "factor by which a pair's length ratio may miss the median")
+    switch(clean, "--unescape", "turn HTML entities (&amp;) into characters")
+    switch(clean, "--skip-bad-lines", "count and skip what is no UTF-8, no JSON or lacks a column, instead of stopping")
+    flag(clean, "--max-len", count, "longest sentence in tokens, EOS included")
+
+    pieces = parser.add_argument_group("tokenizer")
+    flag(pieces, "--vocab-size", count, "pieces of the vocabulary")
+    pieces.add_argument("--tokenizer-kind", choices=["bpe", "unigram"], help="SentencePiece's algorithm (default bpe)")
+    flag(pieces, "--tokenizer-sample", count, "learn it from at most this many pairs, chosen at random")
+    switch(pieces, "--separate-vocabularies", "one for each language, --vocab-size each, instead of a shared one")
+    pieces.add_argument("--tags", nargs="+", metavar="TAG", help="words to keep whole, as <2bn> to ask for a language")
+    flag(pieces, "--tokenizer", str, "take this one: a SentencePiece model, or a checkpoint that has one")
 
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=tf.PRESETS, help=f"sizes (default {DEFAULTS['preset']}); single ones below")
@@ -124,14 +180,16 @@ def parse_arguments(argv):
     )
     flag(run, "--threads", tf.number(int, 1, 1025), "CPU threads (default: PyTorch's choice)")
     given = vars(parser.parse_args(argv))
-    for name in PATHS & set(given):  # as a resume from another folder needs them
+    for name in set(given) & PATHS:  # as a resume from another folder needs them
         given[name] = os.path.abspath(given[name])
+    if "dataset" in given and os.path.isdir(given["dataset"]):
+        given["dataset"] = os.path.abspath(given["dataset"])
     return given
 
 
 def settings_of(given):
     """Flags as given -> every setting. A demo run is one without any data of the user's."""
-    for one, other in (("src", "tgt"), ("val_src", "val_tgt")):
+    for one, other in (("src", "tgt"), ("val_src", "val_tgt"), ("test_src", "test_tgt"), ("src_field", "tgt_field")):
         if (one in given) != (other in given):
             raise ValueError(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} go together")
     sources = [name for name in ("src", "data", "dataset") if name in given]
@@ -139,23 +197,31 @@ def settings_of(given):
         raise ValueError(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
     for one, other, why in (
         ("val_pairs", "val_src", "with validation files there is nothing to split off"),
+        ("val_pairs", "val_split", "with validation data there is nothing to split off"),
+        ("val_src", "val_split", "one validation set at a time"),
+        ("val_split", "overfit", "what is memorised is also what is asked"),
+        ("no_header", "src_field", "without a header columns have no names"),
+        ("tokenizer", "init_from", "the checkpoint brings its own"),
         ("val_pairs", "overfit", "what is memorised is also what is asked"),
         ("val_src", "overfit", "what is memorised is also what is asked"),
         ("src_field", "src", "plain text has no columns"),
     ):
         if one in given and other in given:
             raise ValueError(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} exclude each other: {why}")
-    if "dataset_config" in given and "dataset" not in given:
-        raise ValueError("--dataset-config needs --dataset")
+    for name in ("dataset_config", "dataset_split", "val_split"):
+        if name in given and "dataset" not in given:
+            raise ValueError(f"--{name.replace('_', '-')} needs --dataset")
     if given.get("average") == 1:
         raise ValueError("--average needs at least 2 checkpoints")
-    if ("src_field" in given) != ("tgt_field" in given):
-        raise ValueError("--src-field and --tgt-field go together")
     if "src_field" in given and given["src_field"] == given["tgt_field"]:
         raise ValueError(f"--src-field and --tgt-field are both {given['src_field']!r}")
-    fixed = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "vocab_size", "max_len"} & set(given)
-    if "init_from" in given and fixed:
-        raise ValueError(f"--{min(fixed).replace('_', '-')} is decided by the checkpoint of --init-from")
+    sizes = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "max_len"}
+    pieces = {"vocab_size", "tokenizer_kind", "tokenizer_sample", "separate_vocabularies", "tags"}
+    for name, fixed in (("init_from", sizes | pieces), ("tokenizer", pieces)):
+        if name in given and fixed & set(given):
+            other = min(fixed & set(given)).replace("_", "-")
+            raise ValueError(f"--{other} is decided by what --{name.replace('_', '-')} brings")
+    given = expand_files(given)
     settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
     if "epochs" in given:
         del settings["steps"]
@@ -167,198 +233,42 @@ def settings_of(given):
         settings |= dict(dropout=0.0, label_smoothing=0.0, warmup_steps=100, steps=400, eval_every=100) | given
         settings.pop("val_pairs", None)
     if "out" not in settings:
-        name = Path(settings[sources[0]]).name.split(".")[0] if sources else "demo"
+        first = "demo" if not sources else settings["dataset"] if "dataset" in settings else settings[sources[0]][0]
+        name = Path(first).name.split(".")[0]
         settings["out"] = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     return settings
 
 
-# --- Data ----------------------------------------------------------------------------------------------------------
+# --- Helpers -------------------------------------------------------------------------------------------------------
 
 
-def read_aligned(src, tgt):
-    pairs = tf.read_text(src), tf.read_text(tgt)
-    if len(pairs[0]) != len(pairs[1]):
-        raise ValueError(f"{src} has {len(pairs[0])} lines and {tgt} has {len(pairs[1])}: they are not line by line")
-    return pairs
+@contextmanager
+def locked(path):
+    """Hold the lock that this file stands for. It goes with the process, however that ends."""
+    with open(path, "a") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def read_tsv(path, src_field=None, tgt_field=None):
-    rows = [line.split("\t") for line in tf.read_text(path)]
-    src, tgt = 0, 1
-    if src_field is not None and rows:
-        header = rows.pop(0)
-        src, tgt = (column_of(field, header, path) for field in (src_field, tgt_field))
-    for number, row in enumerate(rows, 1 if src_field is None else 2):
-        if row == [""]:  # a blank line is a pair with empty sides, to be dropped and counted as such
-            row += [""] * max(src, tgt)
-        if len(row) <= max(src, tgt):
-            raise ValueError(f"{path}, line {number}: {len(row)} columns where {max(src, tgt) + 1} are needed")
-    return [row[src] for row in rows], [row[tgt] for row in rows]
+def blocks_of(path):
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            yield block
 
 
-def column_of(field, columns, name):
-    if field not in columns:
-        raise ValueError(f"{name} has no column {field!r}; it has {', '.join(columns)}")
-    return columns.index(field)
+def sha256(path):
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
-def read_jsonl(path):
-    """-> {field: values}. Line by line with the json module, which leaves strings as they are (a reader that infers
-    types makes timestamps of dates) and knows the line of a fault. The hub's nested form is flattened."""
-    rows, fields = [], {}
-    for number, line in enumerate(tf.read_text(path), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: not an object with named fields")
-            if isinstance(row.get("translation"), dict):
-                row |= row.pop("translation")
-            rows.append(row)
-            fields |= dict.fromkeys(row)
-    return {field: [row.get(field) for row in rows] for field in fields}
-
-
-def read_library(settings):
-    """-> {field: values} of CSV, parquet and hub sets, as the `datasets` library reads them."""
-    import datasets
-
-    path = settings.get("data")
-    try:
-        if path is None:
-            table = datasets.load_dataset(settings["dataset"], settings.get("dataset_config"), split="train")
-        elif suffix_of(path) == ".csv":  # every column as text: guessing would turn NA into nothing and 009 into 9
-            header = next(csv.reader(tf.read_text(path)), [])
-            features = datasets.Features({name: datasets.Value("string") for name in header})
-            files = glob.escape(path)  # the library takes a name for a pattern
-            table = datasets.load_dataset(
-                "csv", data_files=files, features=features, keep_default_na=False, split="train"
-            )
-        else:
-            table = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train")
-        if "translation" in table.column_names:  # the hub's nested form: {"translation": {"en": ..., "bn": ...}}
-            table = table.flatten()
-            table = table.rename_columns({name: name.removeprefix("translation.") for name in table.column_names})
-    except Exception as error:  # the library's errors have many classes and long texts; the cause is the clearer one
-        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
-        raise ValueError(f"{path or settings['dataset']} cannot be read: {reason}") from None
-    return {name: table[name] for name in table.column_names}
-
-
-def suffix_of(path):
-    return Path(path.removesuffix(".gz")).suffix
-
-
-def read_table(settings):
-    """Named columns -> sources, targets. Which columns: as the flags say, or the only two there are."""
-    name = settings.get("data", settings.get("dataset"))
-    table = read_jsonl(settings["data"]) if suffix_of(name) == ".jsonl" else read_library(settings)
-    if "src_field" not in settings:
-        if len(table) != 2:
-            raise ValueError(f"{name}: say --src-field and --tgt-field; its columns are {', '.join(table)}")
-        settings["src_field"], settings["tgt_field"] = table
-    sides = []
-    for field in (settings["src_field"], settings["tgt_field"]):
-        column_of(field, list(table), name)
-        values = ["" if value is None else value for value in table[field]]
-        for number, value in enumerate(values, 1):
-            if not isinstance(value, (str, int, float)):
-                raise ValueError(f"{name}, row {number}: column {field!r} holds a {type(value).__name__}, not text")
-        sides.append([str(value) for value in values])
-    return tuple(sides)
-
-
-def read_corpus(settings):
-    """-> sources, targets: two lists of raw text of equal length."""
-    path = settings.get("data")
-    if path is not None:
-        open(path, "rb").close()  # a missing file: say that, before a library says something else
-        if suffix_of(path) not in (".tsv", ".csv", ".jsonl", ".parquet"):
-            raise ValueError(f"{path}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
-    if "src" in settings:
-        src, tgt = read_aligned(settings["src"], settings["tgt"])
-    elif path is not None and suffix_of(path) == ".tsv":
-        src, tgt = read_tsv(path, settings.get("src_field"), settings.get("tgt_field"))
-    else:
-        src, tgt = read_table(settings)
-    if settings.get("max_pairs", len(src)) < len(src):
-        # a sample, not the first rows: a corpus glued together of several would show its first part only
-        chosen = sorted(random.Random(settings["seed"]).sample(range(len(src)), settings["max_pairs"]))
-        src, tgt = [src[i] for i in chosen], [tgt[i] for i in chosen]
-    return src, tgt
-
-
-class Corpus:
-    """What training and validation see, as text, and what was dropped on the way, by rule."""
-
-    def __init__(self, settings):
-        src, tgt = read_corpus(settings)
-        self.read, self.dropped = len(src), dict.fromkeys(("empty side", "repeated pair", "in validation too"), 0)
-        pairs = {}
-        for pair in zip(map(tf.normalize, src), map(tf.normalize, tgt)):
-            if not all(pair):
-                self.dropped["empty side"] += 1
-            elif pair in pairs:
-                self.dropped["repeated pair"] += 1
-            else:
-                pairs[pair] = None
-        pairs = list(pairs)
-        if "overfit" in settings:
-            pairs = random.Random(settings["seed"]).sample(pairs, min(settings["overfit"], len(pairs)))
-            self.train = self.val = pairs
-        elif "val_src" in settings:
-            val_src, val_tgt = read_aligned(settings["val_src"], settings["val_tgt"])
-            self.val = [pair for pair in zip(val_src, val_tgt) if all(map(tf.normalize, pair))]
-            self.dropped["empty side, validation"] = len(val_src) - len(self.val)
-            self.train = self.without_validation(pairs)
-        else:
-            size = settings.get("val_pairs", min(1000, len(pairs) // 10))
-            if not 0 < size < len(pairs):
-                raise ValueError(f"{size} validation pairs cannot be split off {len(pairs)} pairs; see --val-pairs")
-            chosen = set(random.Random(settings["seed"]).sample(range(len(pairs)), size))
-            self.val = [pairs[i] for i in sorted(chosen)]
-            self.train = self.without_validation([pair for i, pair in enumerate(pairs) if i not in chosen])
-        if not self.train or not self.val:
-            raise ValueError(f"no pairs are left: {len(self.train)} to train on, {len(self.val)} to validate on")
-
-    def without_validation(self, pairs):
-        """A sentence that validation will ask for, on either side, has no place in training."""
-        sides = [set(map(tf.normalize, side)) for side in zip(*self.val)] or [set(), set()]
-        kept = [pair for pair in pairs if pair[0] not in sides[0] and pair[1] not in sides[1]]
-        self.dropped["in validation too"] += len(pairs) - len(kept)
-        return kept
-
-    def encode(self, tokenizer, max_len):
-        """-> train (src, tgt) and val (src, tgt) as TokenRows; training pairs over the limit are dropped, never cut:
-        a cut target would teach the model to stop in mid-sentence."""
-        train, val = (
-            [tf.TokenRows.encode(tokenizer, side) for side in zip(*pairs)] for pairs in (self.train, self.val)
-        )
-        fits = np.maximum(train[0].lengths, train[1].lengths) + 1 <= max_len
-        self.dropped[f"over {max_len} tokens"] = int((~fits).sum())
-        if not fits.any():
-            raise ValueError(f"every pair is longer than {max_len} tokens, the limit of --max-len and --batch-tokens")
-        val_fits = np.maximum(val[0].lengths, val[1].lengths) + 1 <= max_len
-        self.val = [pair for pair, fit in zip(self.val, val_fits) if fit]
-        self.dropped[f"over {max_len} tokens, validation"] = int((~val_fits).sum())
-        if not self.val:
-            raise ValueError(f"every validation pair is longer than the limit of {max_len} tokens")
-        self.train = [pair for pair, fit in zip(self.train, fits) if fit]
-        return [rows.select(fits) for rows in train], [rows.select(val_fits) for rows in val]
-
-    def fingerprint(self):
-        """SHA-256 over every pair that trains and validates, in order."""
-        digest = hashlib.sha256()
-        for pairs in (self.train, self.val):
-            for pair in pairs:
-                digest.update("\t".join(map(tf.normalize, pair)).encode() + b"\n")
-            digest.update(b"\n")  # a blank line, which no pair is
-        return digest.hexdigest()
-
-
-# --- The run -------------------------------------------------------------------------------------------------------
+def crc32(path):
+    total = 0
+    for block in blocks_of(path):
+        total = zlib.crc32(block, total)
+    return total
 
 
 def git_commit():
@@ -399,11 +309,733 @@ def clock(seconds):
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
+# --- Data: reading -------------------------------------------------------------------------------------------------
+# Whatever the source, what comes out is a stream of (source, target) as they stand there, and nothing of it is held.
+# Text, TSV, CSV and JSON lines are read here, by the line rule of tf.read_lines: the readers of the `datasets` library
+# also end a line at a lone CR, take a quote in a TSV for syntax, and guess types. Parquet and hub sets it reads itself.
+
+
+def expand_files(given):
+    """Settings with every name and pattern of a file as an absolute name. A file of the very name is no pattern."""
+    out = dict(given)
+    for name in set(FILES) & set(given):
+        out[name] = []
+        for path in given[name]:
+            found = [path] if os.path.exists(path) or not glob.has_magic(path) else sorted(glob.glob(path))
+            if not found:
+                raise ValueError(f"{path} matches no file")
+            out[name] += map(os.path.abspath, found)
+    for path in out.get("data", ()):
+        if suffix_of(path) not in (".tsv", ".csv", ".jsonl", ".parquet"):
+            raise ValueError(f"{path}: the name must end in .tsv, .csv, .jsonl or .parquet (and .gz)")
+    return out
+
+
+def suffix_of(path):
+    return Path(path.removesuffix(".gz")).suffix
+
+
+def read_pairs(s, note=lambda text: None, split="dataset_split"):
+    """Settings -> every pair of the training source, in order; None stands for a bad line that is to be skipped. `note`
+    gets what the user should know of how it was read."""
+    if "src" in s:
+        yield from read_aligned(s["src"], s["tgt"], s)
+    elif "dataset" in s:
+        yield from read_table(hub_set(s, s[split]), s["dataset"], s, note)
+    else:
+        for path in s["data"]:
+            yield from {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_jsonl}.get(suffix_of(path), read_parquet)(
+                path, s, note
+            )
+
+
+def read_lines(path, s):
+    return tf.read_text(path, "surrogateescape" if "skip_bad_lines" in s else "strict")
+
+
+def bad_line(path, number, what, s):
+    if "skip_bad_lines" not in s:
+        raise ValueError(f"{path}, line {number}: {what}; --skip-bad-lines skips and counts such lines")
+
+
+def read_aligned(sources, targets, s):
+    """Line N of a source file with line N of its target file."""
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} source files and {len(targets)} target files: they are not file by file")
+    for paths in zip(sources, targets):
+        sides = [read_lines(path, s) for path in paths]
+        for number, pair in enumerate(itertools.zip_longest(*sides), 1):
+            if None in pair:  # count the rest, for the message
+                n = [number - (line is None) + sum(1 for _ in side) for line, side in zip(pair, sides)]
+                raise ValueError(f"{paths[0]} has {n[0]} lines and {paths[1]} has {n[1]}: they are not line by line")
+            yield pair
+
+
+def read_tsv(path, s, note):
+    lines = enumerate(read_lines(path, s), 1)
+    src, tgt = 0, 1
+    if "src_field" in s:
+        header = next(lines, (0, ""))[1].split("\t")
+        src, tgt = map(header.index, fields_of(dict.fromkeys(header), path, s, note))
+    for number, line in lines:
+        row = line.split("\t")
+        if len(row) > max(src, tgt):
+            yield row[src], row[tgt]
+        elif not line:  # a blank line is a pair with empty sides, to be dropped and counted as such
+            yield "", ""
+        else:
+            yield bad_line(path, number, f"{len(row)} columns where {max(src, tgt) + 1} are needed", s)
+
+
+def read_csv(path, s, note):
+    csv.field_size_limit(1 << 30)
+    lines = (line.replace("\r", " ") + "\n" for line in read_lines(path, s))  # for this module a lone CR ends a row
+    rows = csv.reader(lines, strict=True)  # a quote that never closes is an error, not one long field
+    src, tgt = 0, 1
+    if "no_header" not in s:
+        header = next(rows, [])
+        src, tgt = map(header.index, fields_of(dict.fromkeys(header, ""), path, s, note))
+    while True:
+        number = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise ValueError(f"{path}, line {number}: a quote opens and never closes") from None
+            yield bad_line(path, number, str(error), s)
+            continue
+        if len(row) > max(src, tgt):
+            yield row[src], row[tgt]
+        elif not row:
+            yield "", ""
+        else:
+            yield bad_line(path, number, f"{len(row)} columns where {max(src, tgt) + 1} are needed", s)
+
+
+def read_jsonl(path, s, note):
+    """Line by line with the json module, which leaves strings as they are and knows the line of a fault. Also in the
+    hub's nested form, {"translation": {"en": ..., "bn": ...}}."""
+
+    def rows():
+        for number, line in enumerate(read_lines(path, s), 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("not an object with named fields")
+                except (ValueError, RecursionError) as error:
+                    row = bad_line(path, number, str(error), s)
+                if row is not None and isinstance(row.get("translation"), dict):
+                    row |= row.pop("translation")
+                yield number, row
+
+    stream = rows()
+    first = list(itertools.islice(stream, 1000))  # a field may be missing or null in some: look at a thousand
+    sample = {}
+    for _, row in first:
+        sample |= {name: value for name, value in (row or {}).items() if value is not None or name not in sample}
+    if not sample:
+        return
+    src, tgt = fields_of(sample, path, s, note)
+    for number, row in itertools.chain(first, stream):
+        yield row and texts_of((row.get(src), row.get(tgt)), path, number, s)
+
+
+def read_parquet(path, s, note):
+    import datasets
+
+    with tempfile.TemporaryDirectory() as folder:
+        plain = path
+        if path.endswith(".gz"):  # the library cannot
+            plain = os.path.join(folder, "plain.parquet")
+            try:
+                with gzip.open(path) as packed, open(plain, "wb") as out:
+                    shutil.copyfileobj(packed, out)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(f"{path} is cut short or damaged: {error}") from None
+        with clear_errors(path):  # streaming: read from where it lies, without a copy in the library's cache
+            table = datasets.load_dataset("parquet", data_files=glob.escape(plain), split="train", streaming=True)
+        yield from read_table(table, path, s, note)
+
+
+def hub_set(s, split):
+    """A set of the Hugging Face hub, or a folder laid out as one, memory-mapped by the library from its cache."""
+    import datasets
+
+    with clear_errors(s["dataset"]):
+        return datasets.load_dataset(s["dataset"], s.get("dataset_config"), split=split)
+
+
+@contextmanager
+def clear_errors(name):
+    """The library's errors have many classes and long texts: one line of the cause, and what to do."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        if "script" in reason:
+            reason += "; give a copy of the set in parquet files (--data), or another set"
+        raise ValueError(f"{name} cannot be read: {reason}") from None
+
+
+def read_table(table, name, s, note):
+    """A table of the library -> pairs; also in the hub's nested form, a column `translation` of {language: text}."""
+    with clear_errors(name):
+        first = next(iter(table), None)
+    if first is None:
+        return
+    nested = isinstance(first.get("translation"), dict)
+    src, tgt = fields_of(first["translation"] if nested else first, name, s, note)
+    number = 0
+    for batch in table.iter(batch_size=1000):
+        if nested:
+            sides = ([(row or {}).get(field) for row in batch["translation"]] for field in (src, tgt))
+        else:
+            sides = (batch[field] for field in (src, tgt))
+        for values in zip(*sides):
+            number += 1
+            yield texts_of(values, name, number, s)
+
+
+def texts_of(values, name, number, s):
+    """Values of a row -> texts: null is empty, a number is what it looks like; anything else makes a bad line."""
+    for value in values:
+        if value is not None and not isinstance(value, (str, int, float)):
+            return bad_line(name, number, f"a {type(value).__name__} where text should be", s)
+    return tuple("" if value is None else str(value) for value in values)
+
+
+def fields_of(sample, name, s, note):
+    """Which two columns: as the flags say, or the obvious ones. `sample` has a value (or none) for each column."""
+    if "src_field" in s:
+        for field in (s["src_field"], s["tgt_field"]):
+            if field not in sample:
+                raise ValueError(f"{name} has no column {field!r}; it has {', '.join(sample)}")
+        return s["src_field"], s["tgt_field"]
+    text = [field for field, value in sample.items() if isinstance(value, str)]
+    languages = [field for field in text if re.fullmatch(r"[a-z]{2,3}([-_]\w+)?", field)]
+    for fields in (["src", "tgt"], ["source", "target"], text, languages):
+        if len(fields) == 2 and set(fields) <= set(sample):
+            note(f"columns: source = {fields[0]!r}, target = {fields[1]!r}, guessed; --src-field and --tgt-field say")
+            return tuple(fields)
+    raise ValueError(f"{name}: say --src-field and --tgt-field; its columns are {', '.join(sample)}")
+
+
+# --- Data: cleaning ------------------------------------------------------------------------------------------------
+# Pairs go through once. Their normalised text is written to two plain files, and what the rules need to know of each
+# goes into a flat array of 35 bytes a pair, so that the rules can look at the whole corpus: what is usual in it decides
+# what is odd.
+
+# A pair counts under the first rule that it breaks. --allow turns off those in RULES; the others have flags of their
+# own (--skip-bad-lines, --max-len), or nothing could be done with such a pair.
+RULES = dict(
+    control="control characters or U+FFFD",
+    entities="HTML entities",
+    markup="mark-up",
+    identical="identical sides",
+    repeated="repeated pair",
+    script="unusual script",  # on either side
+    ratio="unusual length ratio",
+)
+BAD, EMPTY, LEAK, LONG = "bad line", "empty side", "in validation or test", "over the length limit"
+VERDICTS = ["kept", BAD, EMPTY, *RULES.values(), LEAK, LONG]  # the verdict on a pair is a position in this list
+
+ENTITY = re.compile(r"&(?:[a-zA-Z][a-zA-Z0-9]{1,30}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
+MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|<!--|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|'''|\[https?:")  # HTML and wiki
+SURROGATE = re.compile("[\ud800-\udfff]")  # no text has one: a byte that was not UTF-8, or a broken JSON escape
+FACTS = np.dtype(
+    [("chars", np.int32, 2), ("words", np.int32, 2), ("script", np.uint8, 2), ("hash", np.uint64, 2), ("verdict", "u1")]
+)
+
+
+class Characters:
+    """Kinds of characters, from the Unicode database: for letters, the script, which is the first word of a letter's
+    name ("BENGALI LETTER KA"). Japanese mixes three: they count as one, CJK."""
+
+    OTHER, NEWLINE, SPACE, CONTROL, UNSEEN = 0, 1, 2, 3, 255
+
+    def __init__(self):
+        self.kinds = np.full(0x110000, self.UNSEEN, np.uint8)
+        self.names = ["none", "newline", "space", "control"]
+
+    def of(self, text):
+        """Text -> the kind of each character (uint8)."""
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        kinds = self.kinds[codes]
+        if (kinds == self.UNSEEN).any():
+            for code in np.unique(codes[kinds == self.UNSEEN]):
+                self.kinds[code] = self.look_up(chr(code))
+            kinds = self.kinds[codes]
+        return kinds
+
+    def look_up(self, char):
+        if char in "\n ":
+            return self.NEWLINE if char == "\n" else self.SPACE
+        if unicodedata.category(char) == "Cc" or char == "\ufffd":
+            return self.CONTROL
+        name = unicodedata.name(char, "none").split()[0]
+        if unicodedata.category(char)[0] not in "LM" or name in ("none", "COMBINING", "VARIATION"):
+            return self.OTHER
+        name = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}.get(name, name)
+        if name not in self.names and len(self.names) < self.UNSEEN:
+            self.names.append(name)
+        return self.names.index(name) if name in self.names else self.OTHER
+
+    def count(self, lines):
+        """Normalised lines -> characters, words, control characters, and the script most letters are in, of each."""
+        kinds = self.of("\n".join(lines) + "\n")
+        ends, width = kinds == self.NEWLINE, len(self.names)
+        row = np.cumsum(ends) - ends
+        counts = np.bincount(row * width + kinds, minlength=len(lines) * width).reshape(len(lines), width)
+        chars, letters = counts.sum(1) - 1, counts[:, self.CONTROL + 1 :]
+        script = np.zeros(len(lines), np.uint8)
+        if letters.size:
+            script = np.where(letters.any(1), letters.argmax(1) + self.CONTROL + 1, self.OTHER)
+        return chars, counts[:, self.SPACE] + (chars > 0), counts[:, self.CONTROL], script
+
+
+def hash_of(text):
+    """64 bits that stand for a text: among 40 million, two share them by accident once in 20,000 corpora."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+class Cleaner:
+    """Chunks of raw pairs -> normalised text and FACTS; then verdicts over all of them."""
+
+    def __init__(self, settings):
+        self.settings, self.characters = settings, Characters()
+        self.rules = set(RULES) - set(settings.get("allow", ()))
+
+    def look(self, pairs):
+        """Raw pairs -> sources, targets, facts. The verdict is, so far, of what can be told from a pair alone."""
+        facts = np.zeros(len(pairs), FACTS)
+        bad = [pair is None or any(map(SURROGATE.search, pair)) for pair in pairs]
+        sides = []
+        for side in (0, 1):
+            lines = ["" if skip else pair[side] for pair, skip in zip(pairs, bad)]
+            if "unescape" in self.settings:
+                lines = [unescape(line) if "&" in line else line for line in lines]
+            sides.append([tf.normalize(line) for line in lines])
+        broken = {}
+        for side, lines in enumerate(sides):
+            chars, words, control, script = self.characters.count(lines)
+            facts["chars"][:, side], facts["words"][:, side], facts["script"][:, side] = chars, words, script
+            facts["hash"][:, side] = np.frombuffer(b"".join(map(hash_of, lines)), np.uint64)
+            for rule, found in (
+                ("control", control > 0),
+                ("entities", ["&" in line and ENTITY.search(line) is not None for line in lines]),
+                ("markup", [MARKUP.search(line) is not None for line in lines]),
+            ):
+                broken[rule] = broken.get(rule, False) | np.asarray(found)
+        # a name or number is its own translation; a line of words hardly ever
+        broken["identical"] = (facts["hash"][:, 0] == facts["hash"][:, 1]) & facts["script"].any(1)
+        for rule in reversed(("control", "entities", "markup", "identical")):
+            if rule in self.rules:
+                facts["verdict"][broken[rule]] = VERDICTS.index(RULES[rule])
+        facts["verdict"][(facts["chars"] == 0).any(1)] = VERDICTS.index(EMPTY)
+        facts["verdict"][bad] = VERDICTS.index(BAD)
+        return *sides, facts
+
+    def find_usual(self, facts):
+        """What this corpus is like: the scripts of each side that a fifth of its lines are written in, and the median
+        of the length ratios."""
+        self.scripts = []
+        for side in (0, 1):
+            shares = np.bincount(facts["script"][:, side], minlength=256)
+            shares[self.characters.OTHER] = 0
+            shares = shares / max(1, shares.sum())
+            usual = np.flatnonzero(shares >= 0.2)
+            # a corpus of many languages has no usual script
+            self.scripts.append(usual.tolist() if shares[usual].sum() >= 0.5 else [])
+        self.usual_ratio = {}
+        if len(facts):
+            for unit in FLOOR:
+                self.usual_ratio[unit] = float(np.median(facts[unit][:, 1] / facts[unit][:, 0]))
+            if (np.median(facts["chars"] / facts["words"], axis=0) > 20).any():  # no spaces between words
+                del self.usual_ratio["words"]
+
+    def script_names(self, side):
+        return ", ".join(self.characters.names[script].lower() for script in self.scripts[side]) or "of all kinds"
+
+    def judge(self, facts, usual=True):
+        """Complete the verdicts, in place, by the rules that look at the whole corpus; with usual=False by the usual
+        values of the corpus that was judged before."""
+        verdict = facts["verdict"]
+        if "repeated" in self.rules:
+            kept = np.flatnonzero(verdict == 0)
+            keys = facts["hash"][kept, 0] * np.uint64(0x9E3779B97F4A7C15) + facts["hash"][kept, 1]
+            first = np.zeros(len(kept), bool)
+            first[np.unique(keys, return_index=True)[1]] = True
+            verdict[kept[~first]] = VERDICTS.index(RULES["repeated"])
+        if usual:
+            self.find_usual(facts[verdict == 0])
+        if "script" in self.rules:
+            for side, scripts in enumerate(self.scripts):
+                script = facts["script"][:, side]
+                if scripts:
+                    odd = (verdict == 0) & ~np.isin(script, [self.characters.OTHER, *scripts])
+                    verdict[odd] = VERDICTS.index(RULES["script"])
+        if "ratio" in self.rules:
+            for unit, usual_ratio in self.usual_ratio.items():
+                odd = np.abs(deviation(*facts[unit].T, usual_ratio, unit)) > math.log(self.settings["max_ratio"])
+                verdict[(verdict == 0) & odd] = VERDICTS.index(RULES["ratio"])
+
+
+FLOOR = dict(chars=20, words=5)
+
+
+def deviation(src, tgt, usual_ratio, unit):
+    """Logarithm of the factor by which a target is longer than usual for its source. Both lengths get an addition, of
+    the usual ratio, that matters in short lines only: those vary widely."""
+    return np.log((tgt + FLOOR[unit] * usual_ratio) / (src + FLOOR[unit]) / usual_ratio)
+
+
+def unescape(text):
+    """HTML entities -> what they stand for, also where they were escaped twice (&amp;quot;)."""
+    for _ in range(3):
+        text = html.unescape(text)
+    return text
+
+
+MARKS = {ord("؟"): "?", ord("¿"): None, ord("¡"): None}  # NFKC does the Chinese and Japanese ones
+
+
+def misalignment(src, tgt, usual_ratio):
+    """How little two sentences look like translations of each other, without any model: 0 is nothing odd. What adds to
+    it: a length that is not the usual one; the share of numbers (in the digits of any script) that stand on one side
+    only; half the share of marks that do. Names (words with a capital) that stand on both sides take from it."""
+    score = abs(float(deviation(len(src), len(tgt), usual_ratio, "chars")))
+    numbers, marks, names = [], [], []
+    for text in (src, tgt):
+        numbers.append(Counter(str(int(x)) if len(x) < 19 else x for x in re.findall(r"\d+", text)))
+        marks.append(Counter(re.findall(r"[?!:()]", unicodedata.normalize("NFKC", text).translate(MARKS))))
+        names.append(
+            {word for word in re.findall(r"\w{2,}", text) if not word.islower() and word.upper() != word.lower()}
+        )
+    for weight, (a, b) in ((1.0, numbers), (0.5, marks)):
+        most = max(a.total(), b.total())
+        score += weight * (1 - (a & b).total() / most) if most else 0.0
+    fewest = min(map(len, names))
+    return score - (0.5 * len(names[0] & names[1]) / fewest if fewest else 0.0)
+
+
+# --- Data: from text to ids ----------------------------------------------------------------------------------------
+# What a run needs of its corpus (token ids in flat files, validation text, tokenizer, report) is kept in a folder named
+# by a hash of all that it follows from, and mapped into memory from there: a second start takes seconds.
+
+# What the outcome follows from, beside the text and the program:
+KEY = """src_field tgt_field no_header skip_bad_lines dataset_config dataset_split val_split max_pairs val_pairs
+    overfit seed allow max_ratio unescape vocab_size tokenizer_kind tokenizer_sample tags separate_vocabularies"""
+SIDES = ("src", "tgt")
+
+
+def chunks(rows, size=10000):
+    rows = iter(rows)
+    while chunk := list(itertools.islice(rows, size)):
+        yield chunk
+
+
+def chosen(n, size, rng):
+    """A mask over n places that is True at `size` of them, chosen at random."""
+    mask = np.zeros(n, bool)
+    mask[rng.choice(n, min(n, size), replace=False)] = True
+    return mask
+
+
+def whole_groups(keys, size, rng):
+    """A mask over keys that is True at `size` places, or a few fewer, and alike at equal keys."""
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    picked, left = [], size
+    for g in rng.permutation(len(counts)):
+        if counts[g] <= left:
+            picked.append(g)
+            left -= counts[g]
+            if not left:
+                break
+    return np.isin(group, picked)
+
+
+class Corpus:
+    """What training and validation see, and what was dropped on the way, by rule.
+
+    train, val: (source, target) as TokenRows; val_pairs: the text of val, as it stands in a given file; tokenizer;
+    fingerprint: SHA-256 over every pair that trains and validates, in order, and the rules; and of the report: read,
+    taken, dropped {rule: pairs}, examples {rule: (number, source, target)}, notes, samples, worst [(score, source,
+    target)], stages {stage: (seconds, peak MB)}, empty when all was there."""
+
+    def __init__(self, settings, limit, tokenizer=None):
+        """limit: the longest sentence in tokens, EOS included. tokenizer: one to use; without it one is trained.
+        Raises ValueError and OSError for what cannot be read or leaves no pairs."""
+        self.settings, self.limit, self.tokenizer, self.stages = settings, limit, tokenizer, {}
+        root = Path(settings["cache"])
+        self.folder = root / self.key()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with locked(root / ".lock"):  # who comes second waits, and finds the work done
+                for stale in root.glob("*.tmp"):  # of a process that was killed: nobody else holds the lock
+                    shutil.rmtree(stale)
+                if not self.load():
+                    temporary = self.folder.with_suffix(".tmp")
+                    temporary.mkdir()
+                    self.build(temporary)
+                    shutil.rmtree(self.folder, ignore_errors=True)  # damaged
+                    os.replace(temporary, self.folder)
+                    self.load()
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise OSError(error.errno, "no space for the prepared data; see --cache", str(root)) from None
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            self.lifetime = tempfile.TemporaryDirectory()  # nothing can be kept there: as long as this process, then
+            self.folder = Path(self.lifetime.name)
+            self.build(self.folder)
+            self.load()
+
+    def key(self):
+        s = self.settings
+        known = {name: s[name] for name in KEY.split() if name in s} | dict(limit=self.limit)
+        if {"tokenizer", "init_from"} & set(s):  # otherwise it follows from the rest
+            known["tokenizer_sha256"] = self.tokenizer.sha256
+        known |= dict(unicode=unicodedata.unidata_version, sentencepiece=metadata.version("sentencepiece"))
+        known["files"] = {name: [(suffix_of(path), sha256(path)) for path in s[name]] for name in FILES if name in s}
+        known["program"] = [sha256(path) for path in (__file__, tf.__file__)]
+        if "dataset" in s:
+            splits = [s[name] for name in ("dataset_split", "val_split") if name in s]
+            known["dataset"] = [[sha256(file["filename"]) for file in hub_set(s, x).cache_files] for x in splits]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+    def load(self):
+        """Take what stands in self.folder -> whether it is there, whole, and made with this tokenizer."""
+        try:
+            sums = json.loads((self.folder / "sums.json").read_text(encoding="utf-8"))
+            if any(crc32(self.folder / name) != total for name, total in sums.items()):
+                return False
+        except (OSError, ValueError):
+            return False
+        source = self.folder / "source.model"
+        source = tf.Tokenizer(source.read_bytes()) if source.exists() else None
+        tokenizer = tf.Tokenizer((self.folder / "tokenizer.model").read_bytes(), source)
+        if self.tokenizer is not None and self.tokenizer.sha256 != tokenizer.sha256:
+            return False
+        self.__dict__ |= json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        self.train = []
+        for side, dtype in zip(SIDES, self.dtypes):
+            ids = np.memmap(self.folder / f"{side}.ids", dtype, "r")
+            offsets = np.load(self.folder / f"{side}.offsets.npy", mmap_mode="r")
+            self.train.append(tf.TokenRows(*map(np.asarray, (ids, offsets))))
+        self.tokenizer, self.val = tokenizer, tf.encode_pairs(tokenizer, self.val_pairs)
+        return True
+
+    # Building: each stage goes through the text once, and keeps no more of it than a chunk.
+
+    def build(self, folder):
+        s, report, notes = self.settings, {}, []
+        note = lambda text: text in notes or notes.append(text)  # noqa: E731
+        with self.stage("cleaning"):
+            cleaner = Cleaner(s)
+            facts = self.read_and_clean(folder, cleaner, report, note)
+            val, train = self.split(folder, cleaner, facts, note)
+        if self.tokenizer is None:
+            with self.stage("tokenizer"):
+                self.tokenizer = self.train_tokenizer(folder, train)
+        with self.stage("encoding"):
+            self.encode(folder, facts, train, val, cleaner.usual_ratio["chars"], report, note)
+        numbers, first = np.unique(facts["verdict"], return_index=True)
+        dropped = np.bincount(facts["verdict"], minlength=len(VERDICTS)).tolist()
+        mask = np.isin(np.arange(len(facts)), first)
+        texts = dict(self.texts(folder, mask))
+        report["dropped"] = dict(zip(VERDICTS[1:], dropped[1:]))
+        report["examples"] = {VERDICTS[v]: (int(i) + 1, *texts[i]) for v, i in zip(numbers, first) if v}
+        for side in SIDES:
+            (folder / f"{side}.txt").unlink()
+        (folder / "tokenizer.model").write_bytes(self.tokenizer.model_bytes)
+        if self.tokenizer.source is not self.tokenizer:
+            (folder / "source.model").write_bytes(self.tokenizer.source.model_bytes)
+        (folder / "report.json").write_text(json.dumps(report | dict(notes=notes)), encoding="utf-8")
+        sums = {path.name: crc32(path) for path in folder.iterdir()}
+        (folder / "sums.json").write_text(json.dumps(sums), encoding="utf-8")
+
+    @contextmanager
+    def stage(self, name):
+        start = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - start, memory_mb(torch.device("cpu"))
+
+    def read_and_clean(self, folder, cleaner, report, note):
+        """Write src.txt and tgt.txt, all pairs as normalised text -> their FACTS, judged."""
+        s, rows = self.settings, read_pairs(self.settings, note)
+        if "max_pairs" in s:
+            # a sample, not the first rows: a corpus glued together of several would show its first part only
+            report["read"] = sum(1 for _ in rows)
+            mask = chosen(report["read"], s["max_pairs"], np.random.default_rng([s["seed"], 0]))
+            rows = itertools.compress(read_pairs(s), mask.tobytes())
+        parts = [np.zeros(0, FACTS)]
+        with open(folder / "src.txt", "wb") as src, open(folder / "tgt.txt", "wb") as tgt:
+            for chunk in chunks(tqdm(rows, "reading", unit=" pairs", unit_scale=True, delay=3, disable=None)):
+                *sides, facts = cleaner.look(chunk)
+                for file, lines in zip((src, tgt), sides):
+                    file.write(("\n".join(lines) + "\n").encode())
+                parts.append(facts)
+        facts = np.concatenate(parts)
+        report["taken"] = len(facts)
+        report.setdefault("read", len(facts))
+        cleaner.judge(facts)
+        note(f"script of the source: {cleaner.script_names(0)}; of the target: {cleaner.script_names(1)}")
+        return facts
+
+    def texts(self, folder, mask):
+        """(i, (source, target)) for each i where the mask is True, from the files that read_and_clean wrote."""
+        with open(folder / "src.txt", "rb") as src, open(folder / "tgt.txt", "rb") as tgt:
+            for i, pair in itertools.compress(enumerate(zip(src, tgt)), mask.tobytes()):
+                yield i, tuple(line[:-1].decode() for line in pair)
+
+    def split(self, folder, cleaner, facts, note):
+        """-> validation pairs, as text, and a mask of the training pairs. Verdicts are completed."""
+        s, verdict, kept = self.settings, facts["verdict"], VERDICTS.index("kept")
+
+        def remove(hashes):
+            """A sentence that will be asked for, on either side, has no place in training."""
+            leak = np.isin(facts["hash"][:, 0], hashes[:, 0]) | np.isin(facts["hash"][:, 1], hashes[:, 1])
+            verdict[(verdict == kept) & leak] = VERDICTS.index(LEAK)
+
+        if "test_src" in s:
+            remove(cleaner.look(list(read_aligned(s["test_src"], s["test_tgt"], s)))[2]["hash"])
+        whole, rng = verdict == kept, np.random.default_rng([s["seed"], 1])
+        if "overfit" in s:
+            train = whole.copy()
+            train[whole] = chosen(whole.sum(), s["overfit"], rng)
+            val = [pair for _, pair in self.texts(folder, train)]
+        elif "val_src" in s or "val_split" in s:
+            val = list(
+                read_aligned(s["val_src"], s["val_tgt"], s) if "val_src" in s else read_pairs(s, split="val_split")
+            )
+            about = cleaner.look(val)[2]
+            remove(about["hash"])
+            cleaner.judge(about, usual=False)
+            unusable = np.isin(about["verdict"], [VERDICTS.index(BAD), VERDICTS.index(EMPTY)])
+            for v, count in zip(*np.unique(about["verdict"], return_counts=True)):
+                if v != kept:  # they are the user's measure, and stay what they are
+                    note(
+                        f"validation: {count} with {VERDICTS[v]}, "
+                        + ("left out" if v in about["verdict"][unusable] else "kept")
+                    )
+            train = verdict == kept
+            val = list(itertools.compress(val, ~unusable))
+        else:
+            size = s.get("val_pairs", min(1000, int(whole.sum()) // 10))
+            if not 0 < size < whole.sum():
+                raise ValueError(f"{size} validation pairs cannot be split off {whole.sum()} pairs; see --val-pairs")
+            split_off = whole.copy()
+            split_off[whole] = whole_groups(facts["hash"][whole, 0], size, rng)
+            remove(facts["hash"][split_off])
+            verdict[split_off] = kept
+            train = (verdict == kept) & ~split_off
+            val = [pair for _, pair in self.texts(folder, split_off)]
+        if not train.any() or not val:
+            raise ValueError(f"no pairs are left: {train.sum()} to train on, {len(val)} to validate on")
+        return val, train
+
+    def train_tokenizer(self, folder, train):
+        """On the training pairs alone, or a random sample of them."""
+        s, sample = self.settings, train.copy()
+        sample[train] = chosen(train.sum(), s["tokenizer_sample"], np.random.default_rng([s["seed"], 2]))
+        learn = partial(
+            tf.Tokenizer.train, vocab_size=s["vocab_size"], kind=s["tokenizer_kind"], tags=s.get("tags", ())
+        )
+        if "separate_vocabularies" not in s:
+            return learn(text for _, pair in self.texts(folder, sample) for text in pair)
+        source, target = (learn(pair[side] for _, pair in self.texts(folder, sample)) for side in (0, 1))
+        return tf.Tokenizer(target.model_bytes, source)
+
+    def encode(self, folder, facts, train, val, usual_ratio, report, note):
+        """Write the ids of all training pairs that are not too long: cut targets would teach to stop in mid-sentence."""
+        s, rng = self.settings, random.Random(self.settings["seed"])
+        rules = {name: s.get(name) for name in ("allow", "max_ratio", "unescape", "skip_bad_lines")} | dict(
+            limit=self.limit
+        )
+        digest = hashlib.sha256(json.dumps(rules).encode() + b"\n")
+        scored = train.copy()
+        scored[train] = chosen(train.sum(), 100000, np.random.default_rng([s["seed"], 3]))
+        lengths, samples, worst, n = ([], []), [], [], 0
+        with open(folder / "src.ids", "wb") as src, open(folder / "tgt.ids", "wb") as tgt:
+            bar = tqdm(
+                self.texts(folder, train),
+                "encoding",
+                train.sum(),
+                unit=" pairs",
+                unit_scale=True,
+                delay=3,
+                disable=None,
+            )
+            for chunk in chunks(bar):
+                places, pairs = np.array([i for i, _ in chunk]), [pair for _, pair in chunk]
+                rows = tf.encode_pairs(self.tokenizer, pairs)
+                fits = np.maximum(rows[0].lengths, rows[1].lengths) + 1 <= self.limit
+                facts["verdict"][places[~fits]] = VERDICTS.index(LONG)
+                for side, file in enumerate((src, tgt)):
+                    part = rows[side].select(fits)
+                    lengths[side].append(part.lengths)
+                    file.write(part.ids.data)
+                places, pairs = places[fits], list(itertools.compress(pairs, fits))
+                digest.update("".join(f"{a}\t{b}\n" for a, b in pairs).encode())
+                worst += [
+                    (misalignment(*pair, usual_ratio), *pair) for pair in itertools.compress(pairs, scored[places])
+                ]
+                worst = heapq.nlargest(3, worst)
+                for pair in pairs:  # three of all, each with the same chance (reservoir sampling)
+                    n += 1
+                    if len(samples) < 3:
+                        samples.append(pair)
+                    elif (place := rng.randrange(n)) < 3:
+                        samples[place] = pair
+        if not n:
+            raise ValueError(
+                f"every pair is longer than {self.limit} tokens, the limit of --max-len and --batch-tokens"
+            )
+        rows = tf.encode_pairs(self.tokenizer, val)
+        fits = np.maximum(rows[0].lengths, rows[1].lengths) + 1 <= self.limit
+        if not fits.any():
+            raise ValueError(f"every validation pair is longer than the limit of {self.limit} tokens")
+        if not fits.all():
+            note(f"validation: {(~fits).sum()} over {self.limit} tokens, left out")
+        val = list(itertools.compress(val, fits))
+        digest.update(b"\n" + "".join("\t".join(map(tf.normalize, pair)) + "\n" for pair in val).encode())
+        for side, counts in zip(SIDES, lengths):
+            offsets = np.zeros(n + 1, np.int64)
+            np.cumsum(np.concatenate(counts), out=offsets[1:])
+            np.save(folder / f"{side}.offsets.npy", offsets)
+        report |= dict(val_pairs=val, samples=samples, worst=worst, fingerprint=digest.hexdigest())
+        report["dtypes"] = [str(side.ids.dtype) for side in rows]
+
+
+# --- The run -------------------------------------------------------------------------------------------------------
+
+
+def as_flag(item):
+    """(name, value) of a setting -> the flag, to be pasted into a shell."""
+    name, value = item
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return shlex.join(["--" + name.replace("_", "-"), *map(str, values)])
+
+
+def read_tokenizer(path):
+    """A SentencePiece model, or the tokenizer of a checkpoint."""
+    if zipfile.is_zipfile(path):
+        return tf.load_checkpoint(path)[1]
+    try:
+        return tf.Tokenizer(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 class Run:
     """One training run: its folder, model, optimizer, and the few numbers that say how far it is."""
 
     def __init__(self, settings, resuming, dry_run):
         self.settings, self.folder = settings, Path(settings["out"]).resolve()
+        settings.setdefault("cache", str(self.folder.parent / "cache"))
         self.stop_signal = None
         self.order = None, None  # an epoch and its batches
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
@@ -445,40 +1077,43 @@ class Run:
         }
         self.versions["python"] = sys.version.split()[0]
         self.log(f"commit {self.commit}   " + "   ".join(f"{k} {v}" for k, v in self.versions.items()))
-        self.log("flags: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in sorted(s.items())))
-        corpus = Corpus(s)
+        self.log("flags: " + " ".join(map(as_flag, sorted(s.items()))))
+        self.tokenizer = None
         if resume is not None:
             self.model, self.tokenizer, rest = resume
-            self.model.to(self.device)
         elif "init_from" in s:
-            self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"], self.device)
+            self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"])
             if "dropout" in s:
                 self.model.set_dropout(s["dropout"])
             s.update(asdict(self.model.config))
-        else:
-            lines = (text for pair in corpus.train for text in pair)
-            self.tokenizer = tf.Tokenizer.train(lines, s["vocab_size"])
-            if self.tokenizer.vocab_size < s["vocab_size"]:
-                self.log(
-                    f"this text gives {self.tokenizer.vocab_size} pieces, fewer than --vocab-size {s['vocab_size']}"
-                )
+        elif "tokenizer" in s:
+            self.tokenizer = read_tokenizer(s["tokenizer"])
+        # no pair may be larger than a batch
+        self.corpus = corpus = Corpus(s, min(s["max_len"], s["batch_tokens"]), self.tokenizer)
+        if self.tokenizer is None and corpus.tokenizer.vocab_size < s["vocab_size"]:
+            n = corpus.tokenizer.vocab_size
+            self.log(f"this text gives {n} pieces, fewer than --vocab-size {s['vocab_size']}")
+        self.tokenizer = corpus.tokenizer
+        if resume is None and "init_from" not in s:
             torch.manual_seed(s["seed"])
             sizes = {name: s[name] for name in SIZES}
+            if self.tokenizer.source is not self.tokenizer:
+                sizes["src_vocab_size"] = self.tokenizer.source.vocab_size
             self.model = tf.Transformer(
                 tf.Config(self.tokenizer.vocab_size, norm=s["norm"], max_len=s["max_len"], **sizes)
             )
-            self.model.to(self.device)
-        max_len = min(self.model.config.max_len, s["batch_tokens"])  # no pair may be larger than a batch
-        self.train_rows, self.val_rows = corpus.encode(self.tokenizer, max_len)
-        self.corpus, self.fingerprint = corpus, corpus.fingerprint()
+        self.model.to(self.device)
+        self.train_rows, self.val_rows = corpus.train, corpus.val
+        start = time.perf_counter()
         self.sampler = tf.TokenBatchSampler(
             *(rows.lengths + 1 for rows in self.train_rows), s["batch_tokens"], s["seed"]
         )
+        corpus.stages["batches"] = time.perf_counter() - start, memory_mb(torch.device("cpu"))
         if "epochs" in s:
             s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / s["accumulate"]))
         self.optimizer = tf.adam(self.model)
         if resume is not None:
-            if rest["data_fingerprint"] != self.fingerprint:
+            if rest["data_fingerprint"] != corpus.fingerprint:
                 raise ValueError(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
             self.optimizer.load_state_dict(rest["optimizer"])
             self.state = rest["state"]
@@ -486,23 +1121,51 @@ class Run:
 
     def report(self):
         c, s = self.corpus, self.settings
-        dropped = ", ".join(f"{rule} {n}" for rule, n in c.dropped.items() if n) or "none"
-        self.log(f"read {c.read} pairs; dropped: {dropped}; training on {len(c.train)}, validating on {len(c.val)}")
-        self.log(f"data fingerprint {self.fingerprint}")
-        tokens = [int(rows.lengths.sum()) for rows in self.train_rows]
-        ids = np.concatenate([rows.ids for rows in self.val_rows])
-        unknown = (ids == tf.UNK).mean()
-        by_bytes = ((ids > tf.UNK) & (ids <= tf.UNK + 256)).mean()  # characters that the tokenizer's text did not have
-        epochs = s["steps"] * s["accumulate"] / len(self.sampler)
+        taken = "" if c.taken == c.read else f", took {c.taken:,} at random"
+        n_train, n_val = len(c.train[0]), len(c.val_pairs)
+        self.log(f"read {c.read:,} pairs{taken}; training on {n_train:,}, validating on {n_val:,}")
+        for rule, n in c.dropped.items():
+            if n:
+                number, *pair = c.examples[rule]
+                example = " | ".join(text if len(text) <= 60 else text[:57] + "..." for text in pair)
+                self.log(f"  dropped {n:>8,} ({n / c.taken:.2%})  {rule:28}  as pair {number}: {example}")
+                if n > c.taken / 5 and rule in RULES.values():
+                    self.log(f"  warning: that is much; --allow {dict(zip(RULES.values(), RULES))[rule]} keeps them")
+        for note in c.notes:
+            self.log(note)
+        self.log(f"data fingerprint {c.fingerprint}")
+        stages = ", ".join(f"{name} {seconds:.1f} s (peak {mb:.0f} MB)" for name, (seconds, mb) in c.stages.items())
+        self.log(f"{'prepared' if 'cleaning' in c.stages else 'prepared before,'} in {c.folder}: {stages}")
+        lengths = [rows.lengths for rows in self.train_rows]
+        for side, length in zip(("source", "target"), lengths):
+            middle, most, longest = np.quantile(length, (0.5, 0.99, 1.0)).astype(int)
+            self.log(
+                f"{side}: {length.sum():,} tokens; of a sentence: median {middle}, 99% <= {most}, longest {longest}"
+            )
+        sizes = dict.fromkeys(f"{each.vocab_size:,}" for each in {self.tokenizer.source: 0, self.tokenizer: 0})
         self.log(
-            f"vocabulary {self.tokenizer.vocab_size}, tokenizer {self.tokenizer.sha256[:16]}; tokens: source "
-            f"{tokens[0]}, target {tokens[1]}, ratio {tokens[1] / tokens[0]:.2f}; "
-            f"in validation: unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}"
+            f"vocabulary {' and '.join(sizes)}, tokenizer {self.tokenizer.sha256[:16]}; target tokens for each source "
+            f"token {lengths[1].sum() / lengths[0].sum():.2f}"
         )
+        unknown = by_bytes = changed = 0
+        for tokenizer, rows, texts in zip((self.tokenizer.source, self.tokenizer), self.val_rows, zip(*c.val_pairs)):
+            for id_, n in zip(*np.unique(rows.ids, return_counts=True)):
+                unknown += n * tokenizer.pieces.is_unknown(int(id_))
+                by_bytes += n * tokenizer.pieces.is_byte(int(id_))  # of characters that the tokenizer's text had not
+            changed += sum(tokenizer.decode(tokenizer.encode(text)) != tf.normalize(text) for text in texts)
+        unknown, by_bytes = (n / sum(len(rows.ids) for rows in self.val_rows) for n in (unknown, by_bytes))
+        self.log(f"validation tokens that are unknown {unknown:.2%}, spelled as bytes {by_bytes:.2%}")
         if unknown + by_bytes > 0.01:
             self.log("warning: over 1% of the validation tokens stand for characters that this tokenizer never saw")
-        for src, tgt in random.Random(s["seed"]).sample(c.train, min(3, len(c.train))):
+        if changed:
+            self.log(f"warning: {changed} validation sentences do not come back whole from this tokenizer")
+        self.log("three pairs, at random:")
+        for src, tgt in c.samples:
             self.log(f"  source: {src}\n  target: {tgt}")
+        self.log("three that look least like translations (lengths, numbers, marks, names), of at most 100,000:")
+        for score, src, tgt in c.worst:
+            self.log(f"  {score:.2f}  {src}\n        {tgt}")
+        epochs = s["steps"] * s["accumulate"] / len(self.sampler)
         self.log(f"model: {self.model.n_parameters():,} parameters, {self.model.config}")
         self.log(
             f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {epochs:.1f} "
@@ -517,7 +1180,7 @@ class Run:
         """Scores of the model as it stands; `step` says of which update it is, if not of the last."""
         start, budget = time.perf_counter(), self.settings["batch_tokens"]
         nll, tokens = tf.pairs_nll(self.model, *self.val_rows, budget)
-        sources, references = zip(*self.corpus.val)
+        sources, references = zip(*self.corpus.val_pairs)
         # As translate.py does, but for the batch size, which changes no result: who has memory for little training has
         # memory for little search (which keeps no gradients, and so may have more).
         outputs = tf.translate(self.model, self.tokenizer, sources, batch_tokens=8 * budget)
@@ -576,7 +1239,7 @@ class Run:
         """Write a checkpoint into the run's folder -> whether it is there. A full disk costs this save, not the run."""
         rest = dict(
             state=dict(self.state),
-            data_fingerprint=self.fingerprint,
+            data_fingerprint=self.corpus.fingerprint,
             git_commit=self.commit,
             versions=self.versions,
             flags=self.settings,
@@ -720,19 +1383,24 @@ class Run:
         if "overfit" in self.settings:
             done = scores["exact"] == 1.0
             self.log(
-                f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of {len(self.corpus.val)} pairs "
-                f"come back exactly"
+                f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of "
+                f"{len(self.corpus.val_pairs)} pairs come back exactly"
             )
             return 0 if done else 1
         self.publish(scores)
-        self.log(f"try: python translate.py --checkpoint {shlex.quote(str(best))} {shlex.quote(self.corpus.val[0][0])}")
+        self.log(
+            f"try: python translate.py --checkpoint {shlex.quote(str(best))} {shlex.quote(self.corpus.val_pairs[0][0])}"
+        )
         return 0
 
     def publish(self, scores):
         """In the folder above: a table of runs, best first, and a link to the newest best checkpoint."""
         board, link = self.folder.parent / "leaderboard.json", self.folder.parent / "best.pt"
         row = dict(
-            run=self.folder.name, data_fingerprint=self.fingerprint, parameters=self.model.n_parameters(), **scores
+            run=self.folder.name,
+            data_fingerprint=self.corpus.fingerprint,
+            parameters=self.model.n_parameters(),
+            **scores,
         )
         try:
             rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
@@ -782,6 +1450,7 @@ def resume_settings(given):
     if not {"optimizer", "state", "flags", "data_fingerprint"} <= set(checkpoint[2]):
         raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
     settings = dict(checkpoint[2]["flags"], out=str(path.parent))
+    given = expand_files(given)
     for name, value in given.items():
         if name not in MAY_CHANGE and settings.get(name) != value:
             raise ValueError(
@@ -809,7 +1478,7 @@ def main(argv=None):
         run = Run(settings, resume is not None, dry_run)
         run.prepare(resume)
         if dry_run:
-            run.log("dry run: nothing was written")
+            run.log("dry run: no training; the prepared data stay for the run")
             return 0
         if resume is None:
             tf.write_atomically(

@@ -56,6 +56,7 @@ import zipfile
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -664,45 +665,63 @@ def normalize(text):
 
 
 class Tokenizer:
-    """SentencePiece (Kudo and Richardson, 2018) with our fixed ids and our normalisation in place of its own."""
+    """SentencePiece (Kudo and Richardson, 2018) with our fixed ids and our normalisation in place of its own. It cuts
+    and joins targets, and sources too unless .source is another one (separate vocabularies)."""
 
-    def __init__(self, model_bytes):
+    def __init__(self, model_bytes, source=None):
         """model_bytes: a SentencePiece model. Raises ValueError if it is none or its four fixed ids are not ours."""
-        self.model_bytes = model_bytes
-        self.sha256 = hashlib.sha256(model_bytes).hexdigest()
+        self.model_bytes, self.source = model_bytes, source or self
+        self.sha256 = hashlib.sha256(model_bytes + (source.model_bytes if source else b"")).hexdigest()
         try:
             self.pieces = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
         except RuntimeError as error:
             raise ValueError(f"not a SentencePiece model: {error}") from None
         ids = self.pieces.pad_id(), self.pieces.bos_id(), self.pieces.eos_id(), self.pieces.unk_id()
         if ids != (PAD, BOS, EOS, UNK):
-            raise ValueError(f"the tokenizer has PAD, BOS, EOS, UNK = {ids}; train it with {(PAD, BOS, EOS, UNK)}")
+            raise ValueError(
+                f"the tokenizer has PAD, BOS, EOS, UNK = {ids}, not {(PAD, BOS, EOS, UNK)}: train it with "
+                f"--pad_id={PAD} --bos_id={BOS} --eos_id={EOS} --unk_id={UNK}"
+            )
 
     @classmethod
-    def train(cls, lines, vocab_size):
-        """Learn at most vocab_size pieces from lines of text, by byte pair encoding (§5.1). A small corpus has
-        fewer to give: see .vocab_size. Raises ValueError when vocab_size cannot hold the alphabet, naming the size
-        that can."""
-        lines = [line for line in map(normalize, lines) if line]
-        if not lines:
-            raise ValueError("there is no text to learn a vocabulary from")
-        # Every character of the corpus gets a piece, and the 256 bytes stand by for characters never seen, so nothing
-        # that a user types is lost. The space is always there: SentencePiece writes one before the first word.
-        smallest = len({" "}.union(*lines)) + 256 + UNK + 1
-        if vocab_size < smallest:
-            raise ValueError(
-                f"vocab_size {vocab_size} is too small for this text: its characters, 256 bytes and "
-                f"the fixed ids need {smallest}"
-            )
+    def train(cls, lines, vocab_size, kind="bpe", tags=()):
+        """Learn at most vocab_size pieces from lines of text (any iterable), by byte pair encoding (§5.1) or as a
+        unigram model (kind="unigram"; Kudo, 2018). A small corpus has fewer to give: see .vocab_size. `tags` ("<2bn>")
+        are words that stay one piece. Raises ValueError for a vocab_size that cannot hold the alphabet, naming one that
+        can, and for what cannot be a tag."""
+        for tag in tags:
+            if tag in ("<s>", "</s>", "<pad>", "<unk>") or not tag or normalize(tag) != tag or " " in tag:
+                raise ValueError(f"{tag!r} cannot be a tag: it is no single word, or a word that stays text")
+        alphabet = {" "}  # always there: SentencePiece writes a space before the first word
+
+        def stream():
+            for line in map(normalize, lines):
+                if line:
+                    alphabet.update(line)
+                    yield line
+
         model = io.BytesIO()
+        # Every character of the corpus gets a piece, and the 256 bytes stand by for characters never seen, so nothing
+        # that a user types is lost.
         # fmt: off
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
-            hard_vocab_limit=False, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, unk_surface="\ufffd",
-            normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0,
-            byte_fallback=True, max_sentence_length=1 << 20, minloglevel=2,
-        )
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=stream(), model_writer=model, vocab_size=vocab_size, model_type=kind,
+                hard_vocab_limit=False, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, unk_surface="\ufffd",
+                normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0,
+                byte_fallback=True, max_sentence_length=1 << 20, user_defined_symbols=list(tags), minloglevel=2,
+            )
         # fmt: on
+        except RuntimeError:
+            smallest = len(alphabet) + 256 + UNK + 1 + len(tags)
+            if len(alphabet) == 1:
+                raise ValueError("there is no text to learn a vocabulary from") from None
+            if vocab_size < smallest:
+                raise ValueError(
+                    f"vocab_size {vocab_size} is too small for this text: its characters, 256 bytes and "
+                    f"the fixed ids need {smallest}"
+                ) from None
+            raise
         return cls(model.getvalue())
 
     @property
@@ -732,7 +751,7 @@ class TokenRows:
         parts, lengths = [np.zeros(0, dtype)], []
         for start in range(0, len(lines), chunk):
             rows = tokenizer.pieces.encode([normalize(line) for line in lines[start : start + chunk]], num_threads=-1)
-            parts.append(np.fromiter((i for row in rows for i in row), dtype))
+            parts.append(np.fromiter(chain.from_iterable(rows), dtype))
             lengths += map(len, rows)
         return cls(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.int64))
 
@@ -750,6 +769,12 @@ class TokenRows:
         """The rows where the boolean array `keep` is True."""
         lengths = self.lengths
         return TokenRows(self.ids[np.repeat(keep, lengths)], np.concatenate([[0], np.cumsum(lengths[keep])]))
+
+
+def encode_pairs(tokenizer, pairs):
+    """[(source, target), ...] -> their TokenRows."""
+    src, tgt = zip(*pairs)
+    return TokenRows.encode(tokenizer.source, src), TokenRows.encode(tokenizer, tgt)
 
 
 def pad_rows(rows):
@@ -983,7 +1008,7 @@ def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, bat
     it a warning says so."""
     out, rows, numbers = [""] * len(lines), [], []
     for number, line in enumerate(lines):
-        ids = tokenizer.encode(line)
+        ids = tokenizer.source.encode(line)
         if len(ids) + 1 > model.config.max_len:
             if on_too_long is None:
                 warnings.warn(f"line {number + 1} not translated: {len(ids) + 1} tokens, limit {model.config.max_len}")
@@ -1001,26 +1026,28 @@ def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, bat
     return out
 
 
-def read_lines(file):
+def read_lines(file, errors="strict"):
     """An open binary file -> its lines as text, one by one. UTF-8 whatever the locale; only LF and CRLF end a line
     (str.splitlines would also cut at U+2028, U+0085, form feed and a lone CR, and shift one side of a corpus against
-    the other); a BOM at the start is dropped. Raises ValueError naming file and line where the bytes are no UTF-8."""
+    the other); a BOM at the start is dropped. Raises ValueError naming file and line where the bytes are no UTF-8; with
+    errors="surrogateescape" they become lone surrogates instead, by which such a line can be told."""
     for number, line in enumerate(file, 1):  # binary files are split at LF alone
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         try:
-            yield line.decode("utf-8")
+            yield line.decode("utf-8", errors)
         except UnicodeDecodeError as error:
             name = getattr(file, "name", "input")
             raise ValueError(f"{name}, line {number}: byte {line[error.start]:#04x} is not UTF-8") from None
 
 
-def read_text(path):
-    """The lines of a file, which may be gzipped (.gz), by the rules of read_lines. Raises OSError and ValueError."""
+def read_text(path, errors="strict"):
+    """The lines of a file, which may be gzipped (.gz), one by one, by the rules of read_lines. Raises OSError and
+    ValueError."""
     with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
         try:
-            return list(read_lines(file))
+            yield from read_lines(file, errors)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is cut short or damaged: {error}") from None
 
@@ -1129,6 +1156,8 @@ def save_checkpoint(path, model, tokenizer, **rest):
     dicts): optimizer state, step, hashes, flags. Raises OSError if the disk will not have it."""
     content = dict(rest, format=FORMAT, config=asdict(model.config), model=model.state_dict())
     content |= dict(tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)
+    if tokenizer.source is not tokenizer:
+        content["source_tokenizer"] = tokenizer.source.model_bytes
     try:
         write_atomically(path, lambda temporary: torch.save(content, temporary))
     except RuntimeError:  # what torch.save makes of a full disk
@@ -1158,7 +1187,8 @@ def load_checkpoint(path, device="cpu"):
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, this program reads {FORMAT}")
-        tokenizer = Tokenizer(content.pop("tokenizer"))
+        source = content.pop("source_tokenizer", None)
+        tokenizer = Tokenizer(content.pop("tokenizer"), source and Tokenizer(source))
         if tokenizer.sha256 != content["tokenizer_sha256"]:
             raise ValueError("its tokenizer does not have the hash that it was saved with")
         model = Transformer(Config(**content.pop("config")))

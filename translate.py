@@ -137,8 +137,12 @@ class Translator:
 
     def report(self, sources, outputs, references, seconds):
         scores = tf.score_text(outputs, references)
-        kept = [(s, r) for s, r in zip(sources, references) if self.fits(s) and self.fits(r)]
-        rows = [tf.TokenRows.encode(self.tokenizer, side) for side in zip(*kept)]
+        kept = [
+            (s, r)
+            for s, r in zip(sources, references)
+            if self.fits(self.tokenizer.source.encode(s)) and self.fits(self.tokenizer.encode(r))
+        ]
+        rows = tf.encode_pairs(self.tokenizer, kept)
         print(f"BLEU {scores['bleu']:.2f}   {scores['bleu_signature']}", file=sys.stderr)
         print(f"chrF2++ {scores['chrf']:.2f}   {scores['chrf_signature']}", file=sys.stderr)
         lower = tf.score_text([x.lower() for x in outputs], [x.lower() for x in references])
@@ -156,8 +160,8 @@ class Translator:
             file=sys.stderr,
         )
 
-    def fits(self, line):
-        return 1 < len(self.tokenizer.encode(line)) + 1 <= self.model.config.max_len
+    def fits(self, ids):
+        return 1 < len(ids) + 1 <= self.model.config.max_len
 
 
 def main(argv=None):
@@ -169,9 +173,9 @@ def main(argv=None):
         # Read before the model loads: a wrong path is told at once.
         sources = references = None
         if args.input is not None:
-            sources = tf.read_text(args.input)
+            sources = list(tf.read_text(args.input))
         if args.reference is not None:
-            references = tf.read_text(args.reference)
+            references = list(tf.read_text(args.reference))
             if len(sources) != len(references):
                 raise ValueError(f"{args.input} has {len(sources)} lines and {args.reference} has {len(references)}")
             if not sources:

@@ -2,8 +2,9 @@
 
     python bench/training.py [--data FILE.tsv] [--precision fp32|bf16] [--preset small] [--batch-tokens 4096]
 
-Prints target tokens a second (padding not counted) of both and their ratio, round by round. Timings on a shared machine
-are noisy; the ratio within a round is what to look at. A step is forward, label-smoothed loss, backward, clipping, Adam.
+Prints target tokens a second (padding not counted) of both and their ratio, round by round. Timings on a shared
+machine are noisy; the ratio within a round is what to look at. A step is forward, label-smoothed loss, backward, clipping,
+Adam.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main():
     parser.add_argument("--updates", type=int, default=10, help="updates of each in a round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    src, tgt = train.read_tsv(args.data, None, None)
+    src, tgt = zip(*train.read_tsv(args.data, {}, print))
     tokenizer = tf.Tokenizer.train(src + tgt, args.vocab_size)
     rows = [tf.TokenRows.encode(tokenizer, side) for side in (src, tgt)]
     batches = tf.TokenBatchSampler(rows[0].lengths + 1, rows[1].lengths + 1, args.batch_tokens).epoch(0)
@@ -108,7 +109,8 @@ def main():
             flush=True,
         )
     print(
-        f"{args.preset}, {args.precision}, {torch.get_num_threads()} threads: ratio {math.prod(ratios) ** (1 / len(ratios)):.2f}"
+        f"{args.preset}, {args.precision}, {torch.get_num_threads()} threads: "
+        f"ratio {math.prod(ratios) ** (1 / len(ratios)):.2f}"
     )
 
 
