@@ -1,6 +1,7 @@
 """The proofs. Each compares with something computed another way (torch.nn with the same weights, brute force, a
 formula, an unbroken run) and can fail. They need nothing but the repository: python -m pytest -q test_transformer.py"""
 
+import contextlib
 import errno
 import gzip
 import io
@@ -13,10 +14,12 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -591,7 +594,7 @@ def test_an_update_is_adam_at_noams_rate_with_clipping(corpus, tmp_path, accumul
     flags = ["--data", str(corpus), *TINY, "--dropout", "0", "--steps", "2", "--clip", "0.05", "--rate-scale", "0.7"]
     settings = train.settings_of(train.parse_arguments([*flags, "--out", str(tmp_path / "run")]))
     settings["accumulate"] = accumulate
-    run = train.Run(settings, resuming=False, dry_run=True)
+    run = train.Run(settings, train.Ranks("cpu"), dry_run=True)
     run.prepare(None)
     run.model.double().train()  # in float32, Adam would blow rounding up where a gradient is 0 in truth: key biases
     run.optimizer = tf.adam(run.model)
@@ -1094,41 +1097,6 @@ def test_a_stopped_run_resumed_equals_an_unbroken_one(corpus, tmp_path, norm, ca
     capfd.readouterr()
     assert train.main(["--resume", str(tmp_path / "parts"), "--steps", "20"]) == 0
     assert "already at step 20 of 20" in capfd.readouterr().err
-    for change in (["--seed", "5"], ["--dropout", "0.5"], ["--vocab-size", "500"], ["--d-model", "64"]):
-        assert train.main(["--resume", str(tmp_path / "parts"), *change]) == 1
-        assert "cannot change" in capfd.readouterr().err
-
-
-def test_a_killed_run_goes_on_to_the_same_end(corpus, tmp_path):
-    flags = [
-        "--data",
-        str(corpus),
-        *TINY,
-        "--dropout",
-        "0.1",
-        "--steps",
-        "120",
-        "--save-every",
-        "7",
-        "--log-every",
-        "20",
-        "--eval-every",
-        "60",
-    ]
-
-    def start(*flags):
-        return subprocess.Popen([sys.executable, HERE / "train.py", *flags], stderr=subprocess.DEVNULL)
-
-    assert start(*flags, "--out", tmp_path / "whole").wait() == 0
-    process = start(*flags, "--out", tmp_path / "parts")
-    while not (tmp_path / "parts" / "last.pt").exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["step"] < 120
-    assert start("--resume", tmp_path / "parts").wait() == 0
-    assert_same_training(tmp_path / "whole", tmp_path / "parts")
-    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "parts")
 
 
 def test_a_signal_saves_and_says_how_to_go_on(corpus, tmp_path):
@@ -1194,7 +1162,7 @@ def test_what_a_run_leaves_behind(corpus, tmp_path, tokenizer):
     assert (tmp_path / "best.pt").resolve() == (run / "best.pt").resolve()
     assert not os.path.isabs(os.readlink(tmp_path / "best.pt"))
     assert sorted(p.name for p in run.glob("step-*.pt")) == ["step-00000004.pt", "step-00000006.pt"]
-    assert not list(run.glob("*.tmp")) and not list(run.glob(".*"))
+    assert not list(run.glob("*.tmp")) and [p.name for p in run.glob(".*")] == [".lock"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kinds = [(row["kind"], row["step"]) for row in rows if "kind" in row]
     assert kinds[:4] == [("valid", 2), ("valid", 4), ("valid", 6), ("average", 6)] and kinds[4][0] == "best"
@@ -1369,7 +1337,7 @@ def test_a_disk_that_is_full_costs_saves_not_the_run(corpus, tmp_path, monkeypat
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_really_full_disk_says_how_much_is_missing(tmp_path, tokenizer, monkeypatch):
     model = small(dtype=torch.float32)
-    monkeypatch.setattr(tf, "write_atomically", lambda path, write: write("/dev/full"))
+    monkeypatch.setattr(tf, "write_atomically", lambda path, write, previous: write("/dev/full"))
     with pytest.raises(OSError, match="cannot be written: it needs [0-9]+ bytes, and [0-9]+ are free|No space"):
         tf.save_checkpoint(tmp_path / "a.pt", model, tokenizer)
 
@@ -1413,6 +1381,426 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
     with pytest.raises(OSError):
         tf.write_atomically(path, fails)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+# --- Runs that survive anything, and several processes -------------------------------------------------------------
+
+
+def start(*flags, processes=1, script=None, **options):
+    """Real processes of train.py, connected as torchrun connects them -> their Popens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        world = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(HERE), PYTHONUNBUFFERED="1")
+        environment |= {name: str(value) for name, value in world.items()} if processes > 1 else {}
+        command = [sys.executable, *(["-c", script] if script else [HERE / "train.py"]), *map(str, flags)]
+        options = dict(stderr=subprocess.PIPE, text=True, encoding="utf-8") | options
+        started.append(subprocess.Popen(command, env=environment, **options))
+    return started
+
+
+def finish(started):
+    """-> exit statuses and what each has said."""
+    said = [process.communicate(timeout=120)[1] for process in started]
+    return [process.returncode for process in started], said
+
+
+@pytest.mark.parametrize("norm, processes, accumulate", [("post", 1, 3), ("pre", 2, 2)])
+def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(corpus, tmp_path, norm, processes, accumulate):
+    """SIGKILL in the middle of updates, saves and validations, over three epochs and more, dropout on: the same weights,
+    optimizer and metrics.jsonl, bit for bit."""
+    flags = ["--data", corpus, *TINY, "--norm", norm, "--dropout", "0.2", "--accumulate", accumulate, "--steps", "40"]
+    flags += ["--eval-every", "9", "--save-every", "2", "--log-every", "1", "--patience", "50", "--average", "2"]
+    assert finish(start(*flags, "--out", tmp_path / "whole", processes=processes))[0] == [0] * processes
+    rng, kills = random.Random(processes), 0
+    begin = [*flags, "--out", tmp_path / "parts"]
+    for at in (2, 12, 25, 33):
+        running = start(*begin, processes=processes)
+        for line in running[0].stderr:
+            if line.startswith("step ") and int(re.match(r"step (\d+)", line)[1]) >= at:
+                break
+        time.sleep(rng.random() * 0.03)
+        running[rng.randrange(processes)].kill()
+        statuses, said = finish(running)
+        kills += -signal.SIGKILL in statuses
+        assert processes == 1 or statuses.count(-signal.SIGKILL) == 1  # the other has noticed, and says so in one line
+        assert not any("Traceback" in text for text in said)
+        begin = ["--resume", tmp_path / "parts"]
+    assert kills >= 3  # or nothing was tested
+    assert finish(start("--resume", tmp_path / "parts", processes=processes))[0] == [0] * processes
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
+    assert all_rows_of(tmp_path / "whole") == all_rows_of(tmp_path / "parts")
+    a, b = (weights_of(tmp_path / name / "best.pt") for name in ("whole", "parts"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+def all_rows_of(folder):
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in row.items() if k not in ("tokens_per_second", "memory_mb", "minutes", "seconds")}
+        for row in rows
+    ]
+
+
+def test_a_run_killed_before_its_first_save_starts_again(corpus, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert train.main(["--data", str(corpus), *TINY, "--steps", "2", "--out", str(run)]) == 0
+    for path in run.glob("*.pt"):
+        path.unlink()
+    assert train.main(["--resume", str(run)]) == 0
+    assert "no checkpoint yet: starting from the beginning" in capfd.readouterr().err
+    (run / "last.pt").unlink()
+    (run / "previous.pt").unlink()
+    assert train.main(["--resume", str(run)]) == 1  # it has a best.pt that would be lost
+    assert "last.pt: No such file" in capfd.readouterr().err and (run / "best.pt").exists()
+
+
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, tokenizer):
+    """SIGKILL at any moment of a save: last.pt or previous.pt is whole, and at most one save older."""
+    script = (
+        "import sys, torch, transformer as tf\n"
+        "model = tf.Transformer(tf.Config(420, 32, 2, 48, 1, 0.0)); t = tf.Tokenizer(open(sys.argv[1], 'rb').read())\n"
+        "for i in range(100000):\n"
+        "    tf.save_checkpoint(sys.argv[2] + '/last.pt', model, t, sys.argv[2] + '/previous.pt', i=i, pad=torch.ones(250000))\n"
+        "    print(i, flush=True)\n"
+    )
+    (tmp_path / "t").write_bytes(tf.Tokenizer.train(TEXT, 400).model_bytes)
+    rng = random.Random(0)
+    for _ in range(3):
+        [process] = start(tmp_path / "t", tmp_path, script=script, stdout=subprocess.PIPE)
+        for _ in range(5):
+            newest = int(process.stdout.readline())
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        newest = max([newest, *map(int, process.communicate()[0].split())])
+        found = []
+        for name in ("last.pt", "previous.pt"):
+            if (tmp_path / name).exists():
+                found.append(tf.load_checkpoint(tmp_path / name)[2]["i"])
+        assert found[0] >= newest and found == sorted(found, reverse=True)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(corpus, tmp_path, capfd):
+    flags = ["--data", str(corpus), *TINY, "--dropout", "0.2", "--log-every", "1", "--save-every", "2"]
+    assert train.main([*flags, "--steps", "8", "--out", str(tmp_path / "whole")]) == 0
+    run = tmp_path / "run"
+    assert train.main([*flags, "--steps", "5", "--out", str(run)]) == 0
+    last, previous = ((run / name).read_bytes() for name in ("last.pt", "previous.pt"))
+    flipped = bytearray(last)
+    flipped[len(last) // 2] ^= 1
+    for damaged in (bytes(flipped), last[: len(last) // 3], b""):
+        (run / "last.pt").write_bytes(damaged)
+        (run / "previous.pt").write_bytes(previous)
+        capfd.readouterr()
+        assert train.main(["--resume", str(run), "--steps", "8"]) == 0
+        said = capfd.readouterr().err
+        assert "last.pt is not a checkpoint" in said and "going on from previous.pt instead" in said
+        assert_same_training(tmp_path / "whole", run)
+        assert rows_of(tmp_path / "whole") == rows_of(run)
+        for name in ("last.pt", "previous.pt"):
+            tf.load_checkpoint(run / name)  # the damaged one has not taken the place of the good one
+    (run / "last.pt").unlink()  # what a kill between two renamings leaves
+    assert train.main(["--resume", str(run), "--steps", "9"]) == 0
+    for name in ("last.pt", "previous.pt"):
+        (run / name).write_bytes(b"nothing")
+    assert train.main(["--resume", str(run)]) == 1
+    assert "last.pt is not a checkpoint" in capfd.readouterr().err.strip().split("\n")[-1]
+
+
+@pytest.mark.skipif(train.fcntl is None, reason="no locks here")
+def test_two_runs_in_one_folder_are_refused(corpus, tmp_path, capfd):
+    flags = ["--data", str(corpus), *TINY, "--steps", "2", "--out", str(tmp_path / "run")]
+    assert train.main(flags) == 0
+    with train.locked(tmp_path / "run" / ".lock", wait=False):
+        assert train.main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 1
+        assert "another process trains in" in capfd.readouterr().err
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
+
+
+def test_saves_by_the_clock(corpus, tmp_path, monkeypatch):
+    saved = []
+    plain = train.Run.save
+    monkeypatch.setattr(
+        train.Run, "save", lambda run, name, **k: saved.append((name, run.state["step"])) or plain(run, name, **k)
+    )
+    flags = ["--data", str(corpus), *TINY, "--steps", "4", "--eval-every", "4"]
+    assert train.main([*flags, "--save-every", "0.00000001m", "--out", str(tmp_path / "a")]) == 0
+    assert [step for name, step in saved if name == "last.pt"] == [1, 2, 3, 4, 4]
+    saved.clear()
+    assert train.main([*flags, "--save-every", "10m", "--out", str(tmp_path / "b")]) == 0
+    assert [step for name, step in saved if name == "last.pt"] == [4, 4]
+
+
+def test_what_a_resume_may_change(corpus, tmp_path, capfd):
+    """Length and care freely; what makes another run of it by --allow-changes, aloud; what it is, never."""
+    run = str(tmp_path / "run")
+    assert train.main(["--data", str(corpus), *TINY, "--steps", "12", "--out", run]) == 0
+    place = weights_of(tmp_path / "run" / "last.pt")["state"]
+    for change in (["--clip", "0.5"], ["--batch-tokens", "200"], ["--precision", "bf16"], ["--threads", "1"]):
+        capfd.readouterr()
+        assert train.main(["--resume", run, *change]) == 1
+        assert f"{change[0]} was" in capfd.readouterr().err
+    for change in (["--vocab-size", "500"], ["--d-model", "64"], ["--norm", "pre"], ["--max-ratio", "9"]):
+        assert train.main(["--resume", run, *change, "--allow-changes"]) == 1
+        assert "cannot change on --resume" in capfd.readouterr().err
+    assert (
+        train.main(["--resume", run, "--steps", "13", "--clip", "0.5", "--batch-tokens", "600", "--allow-changes"]) == 0
+    )
+    said, state = capfd.readouterr().err, weights_of(tmp_path / "run" / "last.pt")["state"]
+    assert "changed: --clip was 1.0, is 0.5" in said and "changed: --batch-tokens was 300, is 600" in said
+    assert state["batches_an_epoch"] < 0.7 * place["batches_an_epoch"]  # and the place in the epoch is the same
+    epochs = [s["batches"] / s["batches_an_epoch"] for s in (place, state)]
+    assert epochs[1] - epochs[0] == pytest.approx(1 / state["batches_an_epoch"], abs=0.6 / state["batches_an_epoch"])
+    assert train.main(["--allow-changes"]) == 1
+
+
+def test_the_second_signal_ends_at_once(corpus, tmp_path):
+    """With the checkpoint as it was; nothing else is left running."""
+    run = tmp_path / "run"
+    flags = ["--data", corpus, *TINY, "--steps", "100000", "--eval-every", "2", "--log-every", "1", "--out", run]
+    script = (
+        "import sys, time, train\n"
+        "plain = train.tf.translate\n"
+        "def slow(*a, **k):\n    time.sleep(60 if run_once else 0)\n    run_once.append(1)\n    return plain(*a, **k)\n"
+        "run_once = []\ntrain.tf.translate = slow\nsys.exit(train.main(sys.argv[1:]))"
+    )
+    [process] = start(*flags, script=script)
+    for line in process.stderr:
+        if line.startswith("step 4/"):  # the second validation hangs
+            break
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert "once more to stop at once" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGINT
+    assert weights_of(run / "last.pt")["state"]["step"] == 2
+
+
+def prepared_run(corpus, tmp_path, *flags, precision=torch.float64):
+    """A run without dropout, ready for its first update, in float64."""
+    given = train.parse_arguments(
+        ["--data", str(corpus), *TINY, "--dropout", "0", *flags, "--out", str(tmp_path / "x")]
+    )
+    run = train.Run(train.settings_of(given), train.Ranks("cpu"), dry_run=True)
+    run.prepare(None)
+    run.model.to(precision).train()
+    return run
+
+
+def gradients(run):
+    out = [p.grad.clone() for p in run.model.parameters()]
+    run.optimizer.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_too_large_for_memory_is_cut_and_gives_the_same_gradient(corpus, tmp_path, where, monkeypatch, capfd):
+    """The error comes before anything, or when half the gradient is already there: it must not count twice."""
+    run = prepared_run(corpus, tmp_path)
+    batches = run.sampler.epoch(0)[:3]
+    whole = run.gradient(batches, 100, step=1)
+    expected = gradients(run)
+    plain, rows = tf.training_loss, max(map(len, batches)) // 2
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("can't allocate memory: you tried to allocate 99 bytes")
+
+    def small_memory(model, src, *rest):
+        sums = plain(model, src, *rest)
+        if len(src) > rows and where == "forward":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 99 GiB")
+        if len(src) > rows:  # the decoder's gradients are complete when the encoder's input is reached
+            table = model.tgt_embedding.table
+            sums.smoothed = sums.smoothed + 0 * Fails.apply(table[:1]).sum()
+        return sums
+
+    monkeypatch.setattr(tf, "training_loss", small_memory)
+    capfd.readouterr()
+    in_parts = run.gradient(batches, 100, step=1)
+    assert in_parts == pytest.approx(whole, rel=1e-12)
+    for a, b in zip(gradients(run), expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    said = capfd.readouterr().err
+    assert re.search(r"out of memory with a batch of \d+ pairs of up to \d+ and \d+ tokens: .*--batch-tokens", said)
+    run.gradient(batches, 100, step=1)
+    assert "out of memory" not in capfd.readouterr().err  # it has learned what is too large
+    rows = 0
+    with pytest.raises(MemoryError, match="a batch of 1 pairs of up to .*--batch-tokens"):
+        run.gradient(batches, 100, step=1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a limit on memory")
+def test_a_real_limit_on_memory_is_survived(corpus, tmp_path):
+    script = (
+        "import resource, sys, train\n"
+        "plain = train.Run.train\n"
+        "def limited(run):\n"
+        "    pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "    limit = pages * 4096 + 120 * 2**20\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (limit, -1))\n"
+        "    return plain(run)\n"
+        "train.Run.train = limited\n"
+        "validate = train.Run.validate\n"
+        "def unlimited(run, *a, **k):\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
+        "    return validate(run, *a, **k)\n"
+        "train.Run.validate = unlimited\n"
+        "train.keep_freed_memory = lambda: None\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    flags = ["--data", corpus, *TINY, "--batch-tokens", "8000", "--d-model", "256", "--d-ff", "2048", "--steps", "2"]
+    statuses, [said] = finish(start(*flags, "--out", tmp_path / "run", script=script))
+    assert statuses == [0] and "cut in two from now on" in said, said
+
+
+def test_fp16_scales_unscales_then_clips(corpus, tmp_path):
+    """The gradient's length and the weights are those of float32 to half precision; an overflow costs the update and
+    halves the scale; a resume goes on with the scale."""
+    runs = {
+        p: prepared_run(corpus, tmp_path, "--precision", p, "--clip", "0.1", precision=torch.float32)
+        for p in ("fp32", "fp16")
+    }
+    norms = {}
+    for name, run in runs.items():
+        norms[name] = [run.update()[3] for _ in range(3)]
+    assert runs["fp16"].scaler.get_scale() == 2.0**16 and runs["fp32"].scaler.get_scale() == 1.0
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.05)
+    for p in runs["fp16"].model.parameters():
+        assert p.dtype == torch.float32
+    run = runs["fp16"]
+    before = [p.clone() for p in run.model.parameters()]
+    run.scaler.update(2.0**60)
+    assert run.update() is None and run.state["step"] == 3
+    assert all(map(torch.equal, before, run.model.parameters()))
+    assert run.scaler.get_scale() == 2.0**59
+    flags = ["--data", str(corpus), *TINY, "--precision", "fp16", "--log-every", "1"]
+    assert train.main([*flags, "--steps", "6", "--out", str(tmp_path / "whole")]) == 0
+    assert train.main([*flags, "--steps", "3", "--out", str(tmp_path / "parts")]) == 0
+    assert train.main(["--resume", str(tmp_path / "parts"), "--steps", "6"]) == 0
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
+    assert weights_of(tmp_path / "parts" / "last.pt")["scaler"]["_growth_tracker"] == 6
+
+
+def test_spikes_are_seen_against_the_usual_length(corpus, tmp_path, capfd):
+    run = prepared_run(corpus, tmp_path)
+    for norm in [1.0] * 19 + [50.0, 2.0, 9.9, 30.0]:
+        run.watch(norm)
+    said = capfd.readouterr().err
+    assert run.state["spikes"] == 1 and "gradient of length 30" in said and "where 1 is usual" in said
+    for _ in range(300):
+        run.watch(40.0)
+    assert len(run.state["norms"]) == 100 and run.state["spikes"] < 100  # what is usual has changed
+
+
+def test_the_largest_batch_is_tried_first(corpus, tmp_path, capfd):
+    run = prepared_run(corpus, tmp_path)
+    before, seen = [p.clone() for p in run.model.parameters()], []
+    plain = run.backward
+    run.backward = lambda batch, tokens, last: seen.append(batch) or plain(batch, tokens, last)
+    run.try_largest_batch()
+    sizes = [
+        len(b) * max(run.sampler.src_lengths[b].max(), run.sampler.tgt_lengths[b].max()) for b in run.sampler.epoch(3)
+    ]
+    largest = len(seen[0]) * max(run.sampler.src_lengths[seen[0]].max(), run.sampler.tgt_lengths[seen[0]].max())
+    assert len(seen) == 1 and largest == max(sizes) and "the largest batch fits" in capfd.readouterr().err
+    assert all(p.grad is None for p in run.model.parameters()) and all(map(torch.equal, before, run.model.parameters()))
+
+
+FLOAT64 = "import sys, torch, train\ntorch.set_default_dtype(torch.float64)\nsys.exit(train.main(sys.argv[1:]))"
+
+
+def test_two_processes_equal_one_with_the_same_batches(corpus, tmp_path):
+    """In float64, without dropout: the same weights to 1e-9, whatever the token counts of the ranks' batches; the same
+    pairs in an epoch; the same validation scores; one folder, written once."""
+    flags = ["--data", corpus, *TINY, "--dropout", "0", "--steps", "18", "--eval-every", "6", "--log-every", "1"]
+    two = start(*flags, "--accumulate", "2", "--out", tmp_path / "two", processes=2, script=FLOAT64)
+    assert finish(start(*flags, "--accumulate", "4", "--out", tmp_path / "one", script=FLOAT64))[0] == [0]
+    statuses, said = finish(two)
+    assert statuses == [0, 0] and said[1].strip() == ""
+    one, two = (weights_of(tmp_path / name / "last.pt") for name in ("one", "two"))
+    for name, p in one["model"].items():
+        assert p.dtype == torch.float64
+        torch.testing.assert_close(two["model"][name], p, rtol=0, atol=1e-9)
+    assert one["state"]["batches"] == two["state"]["batches"] == 72
+    for a, b in zip(*(all_rows_of(tmp_path / name) for name in ("one", "two"))):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert b[key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+    assert len(list(tmp_path.glob("two/last.pt"))) == 1 and json.loads((tmp_path / "leaderboard.json").read_text())
+
+
+def test_each_pair_comes_once_an_epoch_over_all_processes(corpus, tmp_path):
+    run = prepared_run(corpus, tmp_path)
+    for size in (2, 3):
+        seen = [[], []]
+        for rank in range(size):
+            run.ranks = SimpleNamespace(rank=rank, size=size, total=lambda values: values)
+            run.batches, run.state["batches"], epochs = size, 0, 2 * len(run.sampler)
+            run.gradient = lambda batches, tokens, step: seen[0].extend(batches) or (1.0, 1.0)
+            while run.state["batches"] < epochs:
+                run.update()
+        pairs = np.concatenate(seen[0])
+        extra = run.state["batches"] - epochs  # of the third epoch, where an update reaches over its border
+        counts = np.bincount(pairs, minlength=len(run.train_rows[0]))
+        assert counts.min() == 2 and (extra or counts.max() == 2) and counts.max() <= 3
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(corpus, tmp_path):
+    flags = ["--data", corpus, *TINY, "--steps", "100000", "--eval-every", "50", "--log-every", "1"]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = tmp_path / number.name
+        processes = start(*flags, "--save-every", "100000", "--out", run, processes=2)
+        for line in processes[0].stderr:
+            if line.startswith("step 3/"):
+                break
+        processes[1].send_signal(number)
+        statuses, said = finish(processes)
+        assert statuses == [128 + number] * 2 and "go on with: python train.py --resume" in said[0]
+        assert not any("Traceback" in text for text in said)
+        assert weights_of(run / "last.pt")["state"]["step"] == all_rows_of(run)[-1]["step"]
+
+
+def test_torchrun_starts_as_many_as_it_is_told(corpus, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", HERE / "train.py"]
+    flags = ["--data", corpus, *TINY, "--steps", "3", "--out", tmp_path / "run"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0 and "2 processes" in done.stderr and "best 3: nll" in done.stderr, done.stderr
+    assert weights_of(tmp_path / "run" / "last.pt")["flags"]["processes"] == 2
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 1  # another run than with two
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 0
+
+
+def test_tensorboard_gets_the_numbers_if_it_is_there(corpus, tmp_path, monkeypatch, capfd):
+    flags = ["--data", str(corpus), *TINY, "--steps", "2", "--log-every", "1", "--tensorboard"]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train.main([*flags, "--out", str(tmp_path / "a")]) == 1
+    assert "pip install tensorboard" in capfd.readouterr().err
+    written = []
+
+    class Writer(contextlib.ExitStack):
+        def __init__(self, folder):
+            super().__init__()
+
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    assert train.main([*flags, "--out", str(tmp_path / "b")]) == 0
+    assert {("train/loss", 1), ("train/loss", 2), ("valid/bleu", 2), ("train/grad_norm", 1)} <= set(written)
 
 
 # --- Data and flags ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ transformer.py.
     python train.py --src a.en --tgt a.de --val-src b.en --val-tgt b.de --out runs/x
     python train.py --data pairs.tsv                   source, tab, target; validation is split off
     python train.py --resume runs/x                    go on exactly where it stopped
+    torchrun --nproc_per_node 2 train.py ...           several processes or machines
 """
 
 import argparse
@@ -33,14 +34,17 @@ import unicodedata
 import zipfile
 import zlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import transformer as tf
@@ -70,10 +74,13 @@ DEMO_DEFAULTS = dict(
 SIZES = ("d_model", "n_heads", "d_ff", "n_layers", "dropout")
 FILES = ("src", "tgt", "data", "val_src", "val_tgt", "test_src", "test_tgt")  # lists
 PATHS = {"init_from", "tokenizer", "cache"}
-# A resumed run may be longer, be watched more closely, sit on other hardware, or find its data in another place (their
-# fingerprint decides whether they are the same); all else is fixed by its checkpoint.
-MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "device", "threads"}
+# A resumed run may be longer, be saved and logged at other times, or find its data in another place (their fingerprint
+# decides whether they are the same). What makes it another run than the unbroken one would have been needs
+# --allow-changes. All else is fixed by its checkpoint.
+MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "tensorboard"}
 MAY_CHANGE |= {*FILES, *PATHS}
+BREAKS_EXACTNESS = {"batch_tokens", "accumulate", "warmup_steps", "rate_scale", "label_smoothing", "clip", "dropout"}
+BREAKS_EXACTNESS |= {"seed", "eval_every", "best_by", "device", "precision", "threads", "processes"}
 
 
 def parse_arguments(argv):
@@ -165,26 +172,35 @@ def parse_arguments(argv):
     )
     flag(run, "--patience", natural, "stop after this many validations without a better one; 0 for never")
     flag(run, "--average", natural, "at the end, average the last N checkpoints: average.pt, and best.pt if better")
-    flag(run, "--save-every", count, "updates between saves of last.pt")
+    flag(run, "--save-every", steps_or_minutes, "updates between saves of last.pt, or minutes: 10m")
     flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
     flag(run, "--log-every", count, "updates between log lines")
     flag(run, "--out", str, "folder of the run (default runs/<time>-<name of the data>)")
     flag(run, "--resume", str, "folder of a run to go on with")
+    switch(run, "--allow-changes", "let --resume change what makes it another run: rate, batches, precision ...")
     flag(run, "--init-from", str, "checkpoint whose weights and tokenizer to start from")
     flag(run, "--seed", natural, "decides the split, the order, the initial weights and the dropout")
     run.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], help="auto (default): the best there is")
     run.add_argument(
         "--precision",
-        choices=["fp32", "bf16"],
-        help="bf16: products in half precision; several times faster where the hardware has it",
+        choices=["fp32", "bf16", "fp16"],
+        help="products in half precision, several times faster where the hardware has it; bf16 if it can",
     )
     flag(run, "--threads", tf.number(int, 1, 1025), "CPU threads (default: PyTorch's choice)")
+    switch(run, "--tensorboard", "write the numbers of metrics.jsonl for TensorBoard too")
     given = vars(parser.parse_args(argv))
     for name in set(given) & PATHS:  # as a resume from another folder needs them
         given[name] = os.path.abspath(given[name])
     if "dataset" in given and os.path.isdir(given["dataset"]):
         given["dataset"] = os.path.abspath(given["dataset"])
     return given
+
+
+def steps_or_minutes(text):
+    """500 -> 500; 10m -> 10m"""
+    if not re.fullmatch(r"[1-9]\d{0,8}|\d{1,6}(\.\d+)?m", text):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of updates (500) nor of minutes (10m)")
+    return text if text.endswith("m") else int(text)
 
 
 def settings_of(given):
@@ -243,11 +259,12 @@ def settings_of(given):
 
 
 @contextmanager
-def locked(path):
-    """Hold the lock that this file stands for. It goes with the process, however that ends."""
-    with open(path, "a") as file:
+def locked(path, wait=True):
+    """Hold the lock that this file stands for; it goes with the process, however that ends. Without waiting, raises
+    BlockingIOError where another holds it."""
+    with open(path, "a", encoding="utf-8") as file:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
 
@@ -1030,38 +1047,122 @@ def read_tokenizer(path):
         raise ValueError(f"{path}: {error}") from None
 
 
+class Ranks:
+    """This process among those that torchrun started; without it, the only one. Rank 0 alone writes and decides."""
+
+    def __init__(self, device):
+        self.rank, self.size = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
+        self.device = tf.pick_device(device)
+        if self.size > 1:
+            if self.device.type == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(self.device)
+            # the others wait as long as rank 0 validates
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(hours=12))
+
+    def total(self, values):
+        """Sums over all processes of a list of numbers."""
+        if self.size == 1:
+            return values
+        values = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        return values.tolist()
+
+    def all(self, value):
+        """What each process has, in every process."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value):
+        """What rank 0 has, in every process."""
+        if self.size > 1:
+            box = [value]
+            dist.broadcast_object_list(box, device=self.device if self.device.type == "cuda" else None)
+            value = box[0]
+        return value
+
+
+class Objective(torch.nn.Module):
+    """The loss as a module, which is what DistributedDataParallel wraps: gradients are averaged over the processes as
+    its backward pass goes along."""
+
+    def __init__(self, model, smoothing):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, src, tgt_in, tgt_out):
+        sums = tf.training_loss(self.model, src, tgt_in, tgt_out, self.smoothing)
+        return sums.smoothed, sums.nll
+
+
+def out_of_memory(error):
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and "memory" in str(error)
+
+
 class Run:
     """One training run: its folder, model, optimizer, and the few numbers that say how far it is."""
 
-    def __init__(self, settings, resuming, dry_run):
-        self.settings, self.folder = settings, Path(settings["out"]).resolve()
+    def __init__(self, settings, ranks, resuming=False, dry_run=False):
+        self.settings, self.ranks, self.folder = settings, ranks, Path(settings["out"]).resolve()
         settings.setdefault("cache", str(self.folder.parent / "cache"))
-        self.stop_signal = None
+        self.signal = self.stop = 0  # heard here; agreed on by all processes
         self.order = None, None  # an epoch and its batches
+        self.too_large = math.inf  # padded tokens of a batch that memory was not enough for
+        self.last_is_whole = True  # if not, it must not take the place of previous.pt
+        self.syncing = False  # within a backward pass that other processes wait for
         # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
         self.state = dict(
-            step=0, batches=0, skipped=0, best=None, stale=0, interval=[0.0, 0.0, 0], seconds=0.0, finished=False
+            step=0,
+            batches=0,
+            skipped=0,
+            best=None,
+            stale=0,
+            interval=[0.0, 0.0, 0],
+            seconds=0.0,
+            finished=False,
+            norms=[],
+            spikes=0,
         )
-        self.device = tf.pick_device(settings["device"])
+        self.device = ranks.device
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
-        if not (resuming or dry_run) and (self.folder / "last.pt").exists():
+        self.log_file, self.board, self.resources = None, None, ExitStack()
+        if ranks.rank > 0 or dry_run:
+            return
+        if not resuming and any((self.folder / name).exists() for name in ("last.pt", "previous.pt")):
             raise ValueError(f"{self.folder} holds a run already: {self.command()}, or choose another --out")
-        if not dry_run:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob(".*.tmp"):  # of a save that was killed
-                stale.unlink()
-            if not resuming:
-                (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that left no checkpoint
-        mode = "a" if resuming else "w"
-        self.log_file = open(os.devnull if dry_run else self.folder / "train.log", mode, encoding="utf-8")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.resources.enter_context(locked(self.folder / ".lock", wait=False))
+        except BlockingIOError:
+            raise ValueError(f"another process trains in {self.folder}") from None
+        for stale in self.folder.glob(".*.tmp"):  # of a save that was killed
+            stale.unlink()
+        if not resuming:
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that left no checkpoint
+        file = open(self.folder / "train.log", "a" if resuming else "w", encoding="utf-8")
+        self.log_file = self.resources.enter_context(file)
+        if "tensorboard" in settings:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("--tensorboard needs a package: pip install tensorboard") from None
+            self.board = self.resources.enter_context(SummaryWriter(str(self.folder / "tensorboard")))
+
+    def close(self):
+        self.resources.close()
+        if self.ranks.size > 1:
+            dist.destroy_process_group()
 
     def command(self):
         return f"python train.py --resume {shlex.quote(str(self.folder))}"
 
     def log(self, text):
         """To stderr and train.log. A reader that has gone or a disk that is full must not end the training."""
-        for file in (sys.stderr, self.log_file):
+        for file in filter(None, (sys.stderr, self.log_file)) if self.ranks.rank == 0 else ():
             try:
                 print(text, file=file, flush=True)
             except OSError:
@@ -1077,10 +1178,11 @@ class Run:
         }
         self.versions["python"] = sys.version.split()[0]
         self.log(f"commit {self.commit}   " + "   ".join(f"{k} {v}" for k, v in self.versions.items()))
-        self.log("flags: " + " ".join(map(as_flag, sorted(s.items()))))
+        self.log("flags: " + " ".join(as_flag(item) for item in sorted(s.items()) if item[0] != "processes"))
         self.tokenizer = None
         if resume is not None:
             self.model, self.tokenizer, rest = resume
+            self.last_is_whole = rest["read_from"] == "last.pt"
         elif "init_from" in s:
             self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"])
             if "dropout" in s:
@@ -1109,14 +1211,26 @@ class Run:
             *(rows.lengths + 1 for rows in self.train_rows), s["batch_tokens"], s["seed"]
         )
         corpus.stages["batches"] = time.perf_counter() - start, memory_mb(torch.device("cpu"))
+        self.batches = s["accumulate"] * self.ranks.size  # in an update
         if "epochs" in s:
-            s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / s["accumulate"]))
+            s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / self.batches))
+        self.objective = Objective(self.model, s["label_smoothing"])
+        if self.ranks.size > 1:
+            if any(x != corpus.fingerprint for x in self.ranks.all(corpus.fingerprint)):
+                raise ValueError("the data differ between the processes: their fingerprints do")
+            self.objective = DistributedDataParallel(self.objective, forward_sync_buffers=False)
         self.optimizer = tf.adam(self.model)
+        # fp16 ends at 6e-8: gradients are scaled up before the backward pass and down again before they are clipped
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=s["precision"] == "fp16")
         if resume is not None:
             if rest["data_fingerprint"] != corpus.fingerprint:
                 raise ValueError(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
             self.optimizer.load_state_dict(rest["optimizer"])
+            self.scaler.load_state_dict(rest["scaler"])
             self.state = rest["state"]
+            epochs_done = self.state["batches"] / self.state.pop("batches_an_epoch", len(self.sampler))
+            self.state["batches"] = round(epochs_done * len(self.sampler))
+        self.state["batches_an_epoch"] = len(self.sampler)
         self.report()
 
     def report(self):
@@ -1165,11 +1279,12 @@ class Run:
         self.log("three that look least like translations (lengths, numbers, marks, names), of at most 100,000:")
         for score, src, tgt in c.worst:
             self.log(f"  {score:.2f}  {src}\n        {tgt}")
-        epochs = s["steps"] * s["accumulate"] / len(self.sampler)
+        epochs = s["steps"] * self.batches / len(self.sampler)
         self.log(f"model: {self.model.n_parameters():,} parameters, {self.model.config}")
         self.log(
             f"{len(self.sampler)} batches an epoch, {s['steps']} updates, {epochs:.1f} "
-            f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}; into {self.folder}"
+            f"epochs, on {self.device} with {torch.get_num_threads()} threads in {s['precision']}, "
+            f"{self.ranks.size} process{'es' if self.ranks.size > 1 else ''}; into {self.folder}"
         )
         if epochs > 200:
             self.log("that is many epochs for so little text: --epochs or --patience end it earlier")
@@ -1201,18 +1316,33 @@ class Run:
         return scores
 
     def metric(self, row):
+        """A line of metrics.jsonl."""
+        if self.ranks.rank > 0:
+            return
         self.state["seconds"] = time.perf_counter() - self.began
         row["minutes"] = self.state["seconds"] / 60
         try:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            if self.board is not None:
+                for name, value in row.items():
+                    if isinstance(value, (int, float)) and name != "step":
+                        self.board.add_scalar(f"{row.get('kind', 'train')}/{name}", value, row["step"])
+                self.board.flush()
         except OSError as error:
             self.log(
                 f"warning: {error.filename or 'metrics.jsonl'}: {error.strerror}; these numbers are only in the log"
             )
 
+    def write_settings(self):
+        if self.ranks.rank == 0:
+            text = json.dumps(self.settings, indent=1) + "\n"
+            tf.write_atomically(self.folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
     def forget_later(self):
         """What was logged and kept after the checkpoint will come again, and the last line may be half a line."""
+        if self.ranks.rank > 0:
+            return
         path, kept = self.folder / "metrics.jsonl", []
         for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
             try:
@@ -1236,18 +1366,25 @@ class Run:
         return True
 
     def save(self, name, optimizer=True):
-        """Write a checkpoint into the run's folder -> whether it is there. A full disk costs this save, not the run."""
+        """Write a checkpoint into the run's folder -> whether it is there. A full disk costs this save, not the run.
+        Beside last.pt, the one with the optimizer, the one before it stays, as previous.pt."""
+        if self.ranks.rank > 0:
+            return True
         rest = dict(
-            state=dict(self.state),
+            state=self.state,
             data_fingerprint=self.corpus.fingerprint,
             git_commit=self.commit,
             versions=self.versions,
             flags=self.settings,
         )
+        previous = None
         if optimizer:
-            rest["optimizer"] = self.optimizer.state_dict()
+            rest |= dict(optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
+            previous = self.folder / "previous.pt" if self.last_is_whole else None
         try:
-            tf.save_checkpoint(self.folder / name, self.model, self.tokenizer, **rest)
+            tf.save_checkpoint(self.folder / name, self.model, self.tokenizer, previous, **rest)
+            if optimizer:
+                self.last_is_whole, self.saved_at = True, time.perf_counter()
         except OSError as error:
             old = "the older file stays" if (self.folder / name).exists() else "there is no older one"
             self.log(f"warning: {error}; {old}; training goes on")
@@ -1259,33 +1396,97 @@ class Run:
     def update(self):
         """Forward, backward, one step of Adam. -> sums over the update, gradient norm (of the mean loss), rate; or None
         if a number was not finite, in which case nothing has changed but the position in the data."""
-        s, state = self.settings, self.state
-        step = state["step"] + 1
-        # What this update draws depends on (seed, step) alone, so a resumed run draws what the unbroken one would have.
-        torch.manual_seed(int(np.random.SeedSequence([s["seed"], step]).generate_state(1, np.uint64)[0] >> 1))
-        batches = []
-        for _ in range(s["accumulate"]):
-            epoch, b = divmod(state["batches"], len(self.sampler))
-            batches.append(tf.collate(*self.train_rows, self.epoch_batches(epoch)[b]))
-            state["batches"] += 1
-        tokens = sum(int((tgt_out != tf.PAD).sum()) for _, _, tgt_out in batches)
-        smoothed = nll = 0.0
-        for batch in batches:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=s["precision"] == "bf16"):
-                sums = tf.training_loss(self.model, *(x.to(self.device) for x in batch), s["label_smoothing"])
-            # by the tokens of the whole update: a mean of batch means would favour the tokens of small batches
-            (sums.smoothed / tokens).backward()
-            smoothed, nll = smoothed + sums.smoothed.item(), nll + sums.nll.item()
+        s, state, ranks = self.settings, self.state, self.ranks
+        step, batches = state["step"] + 1, []
+        for i in range(state["batches"], state["batches"] + self.batches):
+            epoch, b = divmod(i, len(self.sampler))
+            batches.append(self.epoch_batches(epoch)[b])
+        state["batches"] += self.batches
+        tokens = sum(int(self.sampler.tgt_lengths[batch].sum()) for batch in batches)  # of all processes
+        sums = self.gradient(batches[ranks.rank :: ranks.size], tokens, step)
+        smoothed, nll = self.agree(sums)
+        self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s["clip"] or math.inf).item()
         rate = s["rate_scale"] * tf.noam_rate(step, self.model.config.d_model, s["warmup_steps"])
         finite = math.isfinite(norm) and math.isfinite(smoothed)
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
             state["step"] = step
+        self.scaler.update()
         self.optimizer.zero_grad()
         return (smoothed, nll, tokens, norm, rate) if finite else None
+
+    def gradient(self, batches, tokens, step):
+        """Backward through these batches (arrays of pair numbers) -> their smoothed loss and NLL, summed. Where memory is
+        not enough for one, it is cut in two, and all begins anew: a pass that fails leaves half a gradient."""
+        batches = [part for batch in batches for part in self.parts(batch)]
+        while True:
+            # What an update draws depends on (seed, step, rank) alone, so a resumed run draws what the unbroken one
+            # would have.
+            draws = np.random.SeedSequence([self.settings["seed"], step, self.ranks.rank])
+            torch.manual_seed(int(draws.generate_state(1, np.uint64)[0] >> 1))
+            smoothed = nll = 0.0
+            for i, batch in enumerate(batches):
+                try:
+                    sums = self.backward(batch, tokens, last=i == len(batches) - 1)
+                except (RuntimeError, MemoryError) as error:
+                    if not out_of_memory(error):
+                        raise
+                    break
+                smoothed, nll = smoothed + sums[0], nll + sums[1]
+            else:
+                return smoothed, nll
+            src, tgt = (lengths[batch].max() for lengths in (self.sampler.src_lengths, self.sampler.tgt_lengths))
+            shape = f"a batch of {len(batch)} pairs of up to {src} and {tgt} tokens"
+            if len(batch) == 1 or self.syncing:
+                raise MemoryError(f"{shape}; use less --batch-tokens and more --accumulate")
+            self.log(f"warning: out of memory with {shape}: cut in two from now on; less --batch-tokens avoids it")
+            self.too_large = min(self.too_large, len(batch) * max(src, tgt))
+            self.optimizer.zero_grad()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            batches = [part for batch in batches for part in self.parts(batch)]
+
+    def parts(self, batch):
+        """A batch cut in two, again and again, until each part is smaller than what memory was not enough for."""
+        larger = max(self.sampler.src_lengths[batch].max(), self.sampler.tgt_lengths[batch].max())
+        if len(batch) == 1 or len(batch) * larger < self.too_large:
+            return [batch]
+        half = len(batch) // 2
+        return self.parts(batch[:half]) + self.parts(batch[half:])
+
+    def backward(self, batch, tokens, last):
+        """Add a batch's share of the gradient. The last one's backward pass also averages over the processes."""
+        s, size = self.settings, self.ranks.size
+        self.syncing = False
+        batch = [x.to(self.device) for x in tf.collate(*self.train_rows, batch)]
+        with nullcontext() if last or size == 1 else self.objective.no_sync():
+            dtype = torch.float16 if s["precision"] == "fp16" else torch.bfloat16
+            with torch.autocast(self.device.type, dtype, enabled=s["precision"] != "fp32"):
+                smoothed, nll = self.objective(*batch)
+            self.syncing = last and size > 1  # from here on the other processes wait for this pass
+            # by the tokens of the whole update: a mean of batch means would favour the tokens of small batches. The
+            # processes' gradients will be averaged, where the sum is wanted: hence their number
+            self.scaler.scale(smoothed / (tokens / size)).backward()
+        return smoothed.item(), nll.item()
+
+    def agree(self, sums=()):
+        """-> the sums over all processes; and all learn of a signal that one of them has heard."""
+        heard = [float(self.signal == number) for number in SIGNALS]
+        totals = self.ranks.total([*sums, *heard])
+        for number, n in zip(SIGNALS, totals[len(sums) :]):
+            self.stop = number if n and not self.stop else self.stop
+        return totals[: len(sums)]
+
+    def try_largest_batch(self):
+        """On an accelerator memory should be too small now, not in an hour."""
+        batches = self.sampler.epoch(0)
+        sizes = [len(b) * max(self.sampler.src_lengths[b].max(), self.sampler.tgt_lengths[b].max()) for b in batches]
+        self.gradient([batches[int(np.argmax(sizes))]], 1, step=0)
+        self.optimizer.zero_grad()
+        self.log(f"the largest batch fits: {memory_mb(self.device):.0f} MB")
 
     def epoch_batches(self, epoch):
         if self.order[0] != epoch:
@@ -1295,11 +1496,14 @@ class Run:
     # The loop around it.
 
     def train(self):
-        s, state = self.settings, self.state
+        s, state, first = self.settings, self.state, self.ranks.rank == 0
         self.model.train()
+        if self.device.type != "cpu":
+            self.try_largest_batch()
         failures, start, start_step = 0, time.perf_counter(), state["step"]
         self.began = start - state["seconds"]  # as if the run had never been interrupted
-        since, heard = start, 0  # for the speed: when the last log line was, and target tokens since
+        self.saved_at = since = start
+        heard = 0  # target tokens since the last log line, which was at `since`
         while state["step"] < s["steps"] and not self.out_of_patience():
             result = self.update()
             if result is None:
@@ -1316,6 +1520,7 @@ class Run:
             smoothed, nll, tokens, norm, rate = result
             state["interval"] = [total + x for total, x in zip(state["interval"], (smoothed, nll, tokens))]
             step, heard = state["step"], heard + tokens
+            self.watch(norm)
             if step % s["log_every"] == 0 or step == s["steps"]:
                 now = time.perf_counter()
                 total, total_nll, n = state["interval"]
@@ -1330,6 +1535,7 @@ class Run:
                     tokens_per_second=speed,
                     memory_mb=memory_mb(self.device),
                     skipped=state["skipped"],
+                    spikes=state["spikes"],
                 )
                 self.log(
                     f"step {step}/{s['steps']}  epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  "
@@ -1341,15 +1547,33 @@ class Run:
             evaluate = step % s["eval_every"] == 0 or step == s["steps"]
             if evaluate:
                 pause = time.perf_counter()
-                self.checkpoint_validation(self.validate())
+                if first:
+                    self.checkpoint_validation(self.validate())
+                self.state = state = self.ranks.from_first(state)
+                self.agree()  # it may have taken long
                 start, since = (t + time.perf_counter() - pause for t in (start, since))  # not training time
-            if evaluate or step % s["save_every"] == 0 or self.stop_signal:  # after it: the best score belongs to it
+            if evaluate or self.stop or self.save_is_due():  # after validation: the best score belongs to it
                 self.save("last.pt")
-            if self.stop_signal:
+            if self.stop:
+                self.ranks.from_first(None)  # nobody leaves before the save: torchrun ends the others when one does
                 self.log(f"stopped by a signal at step {step}; go on with: {self.command()}")
-                raise SystemExit(128 + self.stop_signal)
+                raise SystemExit(128 + self.stop)
         if self.out_of_patience():
             self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
+
+    def save_is_due(self):
+        every = self.settings["save_every"]
+        if isinstance(every, int):
+            return self.state["step"] % every == 0
+        return time.perf_counter() - self.saved_at >= 60 * float(every.removesuffix("m"))
+
+    def watch(self, norm):
+        """Say it when a gradient is far longer than they usually are: a spike, after which the loss may jump."""
+        norms = self.state["norms"]
+        if len(norms) >= 20 and norm > 10 * (usual := float(np.median(norms))):
+            self.state["spikes"] += 1
+            self.log(f"warning: gradient of length {norm:.3g} at step {self.state['step']}, where {usual:.3g} is usual")
+        self.state["norms"] = (norms + [norm])[-100:]
 
     def out_of_patience(self):
         return 0 < self.settings["patience"] <= self.state["stale"]
@@ -1428,11 +1652,16 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 def handle_signals(run):
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) ends the run after its update, the second ends it at once
     (no file is ever half written)."""
+    first = [-math.inf]
 
     def stop(number, _):
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        run.stop_signal = number
+        # torchrun hears a Ctrl-C too and passes it on: what comes at the same time is one signal
+        if run.ranks.size > 1 and time.monotonic() - first[0] < 3:
+            return
+        if run.signal:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        run.signal, first[0] = number, time.monotonic()
         try:
             os.write(2, b"stopping after this update; once more to stop at once\n")  # print may not be entered twice
         except OSError:  # the terminal has gone
@@ -1443,65 +1672,96 @@ def handle_signals(run):
 
 
 def resume_settings(given):
-    """-> settings of a stopped run with the allowed changes, and its checkpoint."""
+    """-> settings of a stopped run with the allowed changes, its checkpoint (None if it has none yet), and what to tell
+    the user."""
     folder = Path(given.pop("resume"))
-    path = folder / "last.pt" if folder.is_dir() else folder
-    checkpoint = tf.load_checkpoint(path, "cpu")
-    if not {"optimizer", "state", "flags", "data_fingerprint"} <= set(checkpoint[2]):
-        raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
-    settings = dict(checkpoint[2]["flags"], out=str(path.parent))
+    paths = [folder / "last.pt", folder / "previous.pt"] if folder.is_dir() else [folder]
+    folder, notes, checkpoint = paths[0].parent, [], None
+    allow = given.pop("allow_changes", False)
+    for path in paths:
+        try:
+            checkpoint = tf.load_checkpoint(path)
+            break
+        except (OSError, ValueError) as error:
+            notes.append(f"warning: {tf.explain(error)}")
+    if checkpoint is not None:
+        if not {"optimizer", "state", "flags", "data_fingerprint"} <= set(checkpoint[2]):
+            raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
+        settings, checkpoint[2]["read_from"] = checkpoint[2]["flags"], path.name
+        notes += [f"going on from {path.name} instead"] if notes else []
+    elif (folder / "config.json").exists() and not list(folder.glob("*.pt")):
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        notes = [f"{folder} has no checkpoint yet: starting from the beginning"]
+    else:
+        raise ValueError(notes[0].removeprefix("warning: "))
+    settings = dict(settings, out=str(folder))
     given = expand_files(given)
     for name, value in given.items():
-        if name not in MAY_CHANGE and settings.get(name) != value:
+        old, name_ = settings.get(name, "not given"), name.replace("_", "-")
+        if name in MAY_CHANGE or old == value:
+            continue
+        if name not in BREAKS_EXACTNESS:
             raise ValueError(
-                f"--{name.replace('_', '-')} cannot change on --resume (it was {settings.get(name, 'not given')}); "
-                f"start anew, with --init-from {path.parent}/best.pt to keep the weights"
+                f"--{name_} cannot change on --resume (it was {old}); start anew, with --init-from {folder}/best.pt to "
+                f"keep the weights"
             )
+        if not allow:
+            raise ValueError(
+                f"--{name_} was {old}: with {value} it is another run than before; --allow-changes lets it"
+            )
+        notes.append(
+            f"changed: --{name_} was {old}, is {value}; from here on not what the unbroken run would have been"
+        )
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in given:
             settings.pop(other, None)
-    return settings | given, checkpoint
+    return settings | given, checkpoint, notes
 
 
 def main(argv=None):
     tf.prepare_streams()
     given = parse_arguments(argv)
+    given["processes"] = int(os.environ.get("WORLD_SIZE", 1))
     try:
         if "steps" in given and "epochs" in given:
             raise ValueError("--steps and --epochs exclude each other")
-        resume, dry_run = None, given.pop("dry_run", False)
+        if "allow_changes" in given and "resume" not in given:
+            raise ValueError("--allow-changes needs --resume")
+        dry_run, checkpoint, notes = given.pop("dry_run", False), None, []
         if "resume" in given:
-            settings, resume = resume_settings(given)
+            settings, checkpoint, notes = resume_settings(given)
         else:
             settings = settings_of(given)
         keep_freed_memory()
-        run = Run(settings, resume is not None, dry_run)
-        run.prepare(resume)
-        if dry_run:
-            run.log("dry run: no training; the prepared data stay for the run")
-            return 0
-        if resume is None:
-            tf.write_atomically(
-                run.folder / "config.json",
-                lambda path: path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8"),
-            )
-        else:
-            run.log(f"resumed at step {run.state['step']}")
-            if run.state["finished"] and (run.state["step"] >= settings["steps"] or run.out_of_patience()):
-                run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
+        with closing(Run(settings, Ranks(settings["device"]), checkpoint is not None, dry_run)) as run:
+            for note in notes:
+                run.log(note)
+            run.prepare(checkpoint)
+            if dry_run:
+                run.log("dry run: no training; the prepared data stay for the run")
                 return 0
-            run.state["finished"] = False
-            run.forget_later()
-        handle_signals(run)
-        run.train()
-        for each in SIGNALS:  # the run is saved: there is nothing left to finish first
-            signal.signal(each, signal.SIG_DFL)
-        return run.finish()
+            if checkpoint is None:
+                run.write_settings()
+            else:
+                run.log(f"resumed at step {run.state['step']}")
+                if run.state["finished"] and (run.state["step"] >= settings["steps"] or run.out_of_patience()):
+                    run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
+                    return 0
+                run.state["finished"] = False
+                run.forget_later()
+            handle_signals(run)
+            run.train()
+            for each in SIGNALS:  # the run is saved: there is nothing left to finish first
+                signal.signal(each, signal.SIG_DFL)
+            return run.ranks.from_first(run.finish() if run.ranks.rank == 0 else None)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        print(f"train.py: {tf.explain(error)}", file=sys.stderr)
+        process = f"process {os.environ['RANK']}: " if given["processes"] > 1 else ""
+        if process and isinstance(error, RuntimeError) and not out_of_memory(error) and "onnection" in str(error):
+            error = ValueError("another process has ended")
+        print(f"train.py: {process}{tf.explain(error)}", file=sys.stderr)
         return 1
 
 

@@ -1130,15 +1130,18 @@ def score_text(hypotheses, references):
 # not a layer at its random start.
 
 
-def write_atomically(path, write):
+def write_atomically(path, write, previous=None):
     """Call write(temporary path in the same folder), flush it to the disk, and only then give it its name: a reader,
-    or whoever comes after a crash, finds the old file or the new one, never half of one."""
+    or whoever comes after a crash, finds the old file or the new one, never half of one. The old one stays under the
+    name `previous`, if one is given."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         with open(temporary, "r+b") as file:  # Windows flushes only what is open for writing
             os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
         os.replace(temporary, path)
         if os.name == "posix":  # the new name itself is on disk only once the folder is
             folder = os.open(path.parent, os.O_RDONLY)
@@ -1151,15 +1154,16 @@ def write_atomically(path, write):
 FORMAT = 1  # of a checkpoint; a change that old programs cannot read gets another number
 
 
-def save_checkpoint(path, model, tokenizer, **rest):
+def save_checkpoint(path, model, tokenizer, previous=None, **rest):
     """Write model, configuration and tokenizer, and whatever else `rest` holds (tensors, numbers, strings, lists,
-    dicts): optimizer state, step, hashes, flags. Raises OSError if the disk will not have it."""
+    dicts): optimizer state, step, hashes, flags; the old file becomes `previous`. Raises OSError if the disk will not
+    have it."""
     content = dict(rest, format=FORMAT, config=asdict(model.config), model=model.state_dict())
     content |= dict(tokenizer=tokenizer.model_bytes, tokenizer_sha256=tokenizer.sha256)
     if tokenizer.source is not tokenizer:
         content["source_tokenizer"] = tokenizer.source.model_bytes
     try:
-        write_atomically(path, lambda temporary: torch.save(content, temporary))
+        write_atomically(path, lambda temporary: torch.save(content, temporary), previous)
     except RuntimeError:  # what torch.save makes of a full disk
         needed, free = n_bytes(content), shutil.disk_usage(Path(path).parent).free
         raise OSError(f"{path} cannot be written: it needs {needed} bytes, and {free} are free") from None
