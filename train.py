@@ -1047,13 +1047,17 @@ def read_tokenizer(path):
         raise ValueError(f"{path}: {error}") from None
 
 
+def n_processes():
+    """How many torchrun started. (Cluster managers set WORLD_SIZE alone, for a single process too.)"""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ) else 1
+
+
 class Ranks:
     """This process among those that torchrun started; without it, the only one. Rank 0 alone writes and decides."""
 
     def __init__(self, device):
-        self.rank, self.size = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
-        )
+        self.size = n_processes()
+        self.rank = int(os.environ["RANK"]) if self.size > 1 else 0
         self.device = tf.pick_device(device)
         if self.size > 1:
             if self.device.type == "cuda":
@@ -1721,7 +1725,7 @@ def resume_settings(given):
 def main(argv=None):
     tf.prepare_streams()
     given = parse_arguments(argv)
-    given["processes"] = int(os.environ.get("WORLD_SIZE", 1))
+    given["processes"] = n_processes()
     try:
         if "steps" in given and "epochs" in given:
             raise ValueError("--steps and --epochs exclude each other")
