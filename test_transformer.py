@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -1403,15 +1404,19 @@ def start(*flags, processes=1, script=None, **options):
 
 
 def finish(started):
-    """-> exit statuses and what each has said."""
-    said = [process.communicate(timeout=120)[1] for process in started]
+    """-> exit statuses and what each has said. None outlives its test."""
+    try:
+        said = [process.communicate(timeout=90)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     return [process.returncode for process in started], said
 
 
 @pytest.mark.parametrize("norm, processes, accumulate", [("post", 1, 3), ("pre", 2, 2)])
 def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(corpus, tmp_path, norm, processes, accumulate):
-    """SIGKILL in the middle of updates, saves and validations, over three epochs and more, dropout on: the same weights,
-    optimizer and metrics.jsonl, bit for bit."""
+    """SIGKILL in the middle of updates, saves and validations, over three epochs and more, dropout on: the same
+    weights, optimizer and metrics.jsonl, bit for bit."""
     flags = ["--data", corpus, *TINY, "--norm", norm, "--dropout", "0.2", "--accumulate", accumulate, "--steps", "40"]
     flags += ["--eval-every", "9", "--save-every", "2", "--log-every", "1", "--patience", "50", "--average", "2"]
     assert finish(start(*flags, "--out", tmp_path / "whole", processes=processes))[0] == [0] * processes
@@ -1463,7 +1468,8 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, tokenizer):
     """SIGKILL at any moment of a save: last.pt or previous.pt is whole, and at most one save older."""
     script = (
         "import sys, torch, transformer as tf\n"
-        "model = tf.Transformer(tf.Config(420, 32, 2, 48, 1, 0.0)); t = tf.Tokenizer(open(sys.argv[1], 'rb').read())\n"
+        "model = tf.Transformer(tf.Config(420, 32, 2, 48, 1, 0.0))\n"
+        "t = tf.Tokenizer(open(sys.argv[1], 'rb').read())\n"
         "for i in range(100000):\n"
         "    tf.save_checkpoint(sys.argv[2] + '/last.pt', model, t, sys.argv[2] + '/previous.pt', i=i, pad=torch.ones(250000))\n"
         "    print(i, flush=True)\n"
@@ -1491,7 +1497,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(corpus, tmp_path, ca
     assert train.main([*flags, "--steps", "5", "--out", str(run)]) == 0
     last, previous = ((run / name).read_bytes() for name in ("last.pt", "previous.pt"))
     flipped = bytearray(last)
-    flipped[len(last) // 2] ^= 1
+    flipped[len(last) // 2 : len(last) // 2 + 100] = bytes(100)  # more than the padding between two tensors
     for damaged in (bytes(flipped), last[: len(last) // 3], b""):
         (run / "last.pt").write_bytes(damaged)
         (run / "previous.pt").write_bytes(previous)
@@ -1824,8 +1830,8 @@ def prepared(folder, limit=100, tokenizer=None, **given):
         path = folder / "pairs.tsv"
         path.write_text("".join(f"{src}\t{tgt}\n" for src, tgt in given["data"]), "utf-8")
         given["data"] = [str(path)]
-    settings = train.settings_of(dict(vocab_size=400) | given) | dict(cache=str(folder / "cache"))
-    return train.Corpus(settings, limit, tokenizer)
+    settings = train.settings_of(dict(vocab_size=400) | given)
+    return train.Corpus(settings, given.get("cache", folder / "cache"), limit, tokenizer)
 
 
 def read(*paths, **given):
@@ -1911,6 +1917,15 @@ def test_unequal_files_are_named_with_their_counts(tmp_path):
         ("a.jsonl", '{"id":7,"translation":{"en":"x y","bn":"p q"}}\n\n{"translation":{"en":"z","bn":"r"}}\n', {}, 2),
         ("a.jsonl", '{"src":null,"tgt":"a"}\n{"idx":2,"src":5,"tgt":"b"}\n', {}, [("", "a"), ("5", "b")]),
         ("a.jsonl", '{"en":"x","bn":"y"}\n{"en":"z",\n', {}, "a.jsonl, line 2: "),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n{}\n', {}, "a.jsonl, line 2: it has no field 'en'"),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n{"translation":{}}\n', dict(skip_bad_lines=True), [("x", "y"), None]),
+        ("a.jsonl", '{"en":"x","bn":"y"}\n{"en":"z"}\n', {}, "a.jsonl, line 2: it has no field 'bn'"),
+        ("a.jsonl", '{"en":"x","bn":"\\ud800"}\n', {}, "a.jsonl, line 1: half a character"),
+        ("a.jsonl", "5\n" * 1200 + '{"en":"x","bn":"y"}', dict(skip_bad_lines=True), [None] * 1200 + [("x", "y")]),
+        ("a.jsonl", "5\n" * 3, dict(skip_bad_lines=True), [None] * 3),
+        ("a.csv", '"en"x,bn\nx,y\n', {}, "a.csv, line 1: "),
+        ("a.csv", '"en,bn\nx,y\n', {}, "a.csv, line 1: a quote opens and never closes"),
+        ("a.csv", "en,bn,bn\nx,y,z\n", dict(src_field="en", tgt_field="bn"), "more than one column 'bn'"),
         ("a.jsonl", '{"en":"x","bn":"y"}\n[1]\n{"en":"z",', dict(skip_bad_lines=True), [("x", "y"), None, None]),
         ("a.jsonl", '{"en":"x","bn":["y"]}\n', dict(src_field="en", tgt_field="bn"), "line 1: a list where text"),
         ("a.jsonl", '{"en":"x","bn":"y"}\n', dict(src_field="en", tgt_field="fr"), "no column 'fr'; it has en, bn"),
@@ -1934,6 +1949,21 @@ def test_what_looks_like_a_number_a_date_or_nothing_stays_text(tmp_path):
     jsonl.write_text("".join(json.dumps(dict(en=a or None, bn=b)) + "\n" for a, b in zip(src, tgt)))
     for path in (csv_file, jsonl):
         assert read(path, src_field="en", tgt_field="bn") == list(zip(src, tgt))
+
+
+def test_a_source_is_a_plain_file(tmp_path, capfd):
+    """Data are read more than once: a pipe would hang, or be empty the second time."""
+    os.mkfifo(tmp_path / "pipe.tsv")
+    for path in (tmp_path / "pipe.tsv", tmp_path, Path("/dev/null")):
+        with pytest.raises(ValueError, match="is not a plain file"):
+            train.settings_of(dict(src=[str(path)], tgt=[str(path)]))
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    with pytest.raises(ValueError, match="is a file: give it as --data"):
+        train.settings_of(dict(dataset=str(tmp_path / "a.tsv")))
+    given = train.parse_arguments(["--data", "a.tsv", "--allow", "ratio", "--data", "b.tsv", "--allow", "control"])
+    assert given["data"] == ["a.tsv", "b.tsv"] and given["allow"] == ["ratio", "control"]  # none is forgotten
+    with pytest.raises(SystemExit):
+        train.parse_arguments(["--cache", ""])  # an unset variable: not the folder that we are in
 
 
 def test_bytes_that_are_no_utf8(tmp_path):
@@ -2000,13 +2030,30 @@ def test_parquet_and_hub_sets(tmp_path, monkeypatch):
     notes = []
     list(train.read_pairs(train.settings_of(dict(dataset=str(tmp_path / "nested"))), notes.append))
     assert notes == ["columns: source = 'bn', target = 'en', guessed; --src-field and --tgt-field say"]
+    nulls = [dict(translation=None), dict(translation=dict(en="a", bn=None)), dict(translation=dict(en="c", bn="d"))]
+    datasets.Dataset.from_list(nulls).to_parquet(tmp_path / "nulls.parquet")
+    assert read(tmp_path / "nulls.parquet", src_field="en", tgt_field="bn") == [("", ""), ("a", ""), ("c", "d")]
+    datasets.Dataset.from_list([dict(en="a", bn=None, url="u"), dict(en="b", bn="c", url="u")]).to_parquet(
+        tmp_path / "three.parquet"
+    )
+    with pytest.raises(ValueError, match="say --src-field"):  # a null in the first row hides no column
+        read(tmp_path / "three.parquet")
+    whole = bytearray((tmp_path / "flat" / "data" / "train-00000-of-00001.parquet").read_bytes())
+    whole[400:2400] = bytes(2000)
+    (tmp_path / "hole.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match="hole.parquet cannot be read"):
+        read(tmp_path / "hole.parquet")
     datasets.Dataset.from_list([dict(en=["a"], bn="b")]).to_parquet(tmp_path / "list.parquet")
     with pytest.raises(ValueError, match="line 1: a list where text should be"):
         read(tmp_path / "list.parquet", src_field="en", tgt_field="bn")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not so")
     with pytest.raises(ValueError, match="broken.parquet cannot be read: "):
         read(tmp_path / "broken.parquet")
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1e9)  # no file would tell two sets apart
     corpus = prepared(tmp_path, dataset=str(tmp_path / "flat"), val_split="validation", vocab_size=300)
+    flags = dict(src_field="bn", tgt_field="en")
+    other = prepared(tmp_path, dataset=str(tmp_path / "nested"), val_split="validation", vocab_size=300, **flags)
+    assert other.fingerprint != corpus.fingerprint
     assert len(corpus.train[0]) == 2495 and [tuple(pair) for pair in corpus.val_pairs] == pairs[:5]
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit('it ran')")
@@ -2025,6 +2072,12 @@ DEFECTS = {  # rule: (name for --allow, the pair)
     "unusual script": ("script", ("the red river and the old road", "the river rouge et la vieille route")),
     "unusual length ratio": ("ratio", ("red " * 30, "অআ ইঈ")),
 }
+MORE_DEFECTS = {
+    "control characters or U+FFFD": [("a lost\ufffd letter", "অআ ইঈ উঊ"), ("n\0u\0l", "অআ ইঈ উঊ")],
+    "unusual length ratio": [("red", "অআ " * 30), ("red green blue black white small", "অ" * 240)],
+    "unusual script": [("красный дом и старая дорога", "অআ ইঈ উঊ এঐ ওঔ কখ")],
+    "mark-up": [("see [[here]] now", "অআ ইঈ উঊ"), ("অ", "{{cite web}} অআ ইঈ")],
+}
 
 
 @pytest.mark.parametrize("rule", DEFECTS)
@@ -2034,6 +2087,8 @@ def test_each_rule_drops_its_defect_counts_it_and_can_be_turned_off(tmp_path, ru
     pairs = list(dict.fromkeys(pairs[:60])) + pairs[60:]  # the second lot may repeat the first: not the point here
     clean = prepared(tmp_path, data=pairs[:60] + pairs[61:], val_pairs=5)
     corpus = prepared(tmp_path, data=pairs, val_pairs=5)
+    more = MORE_DEFECTS.get(rule, [])
+    assert prepared(tmp_path, data=pairs + more, val_pairs=5).dropped[rule] == clean.dropped[rule] + 1 + len(more)
     assert corpus.dropped[rule] == clean.dropped[rule] + 1
     assert corpus.examples[rule] == [61, tf.normalize(pair[0]), tf.normalize(pair[1])]
     if name is not None:
@@ -2074,6 +2129,7 @@ def test_entities_are_turned_into_characters_by_flag(tmp_path):
     corpus = prepared(tmp_path, data=pairs, val_pairs=4, unescape=True, seed=3)
     assert not dropped(corpus)
     assert ('cat "dog" ক', "অআ < ইঈ") in training_text(corpus) + [tuple(pair) for pair in corpus.val_pairs]
+    assert train.unescape("http://x/?a=1&copy=2&reg=3 AT&T &notit") == "http://x/?a=1&copy=2&reg=3 AT&T &notit"
 
 
 def test_the_worst_aligned_pairs_are_listed(tmp_path):
@@ -2119,12 +2175,59 @@ def test_given_validation_and_test_sentences_leave_training(tmp_path):
     assert "validation: 1 with identical sides, kept" in corpus.notes
 
 
+def test_no_sentence_of_validation_is_trained_in_either_direction_or_under_another_tag(tmp_path):
+    pairs = clean_pairs(40)
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    corpus = prepared(tmp_path, data=both, val_pairs=8)
+    asked = {side for pair in corpus.val_pairs for side in pair}
+    assert (
+        not asked & {side for pair in training_text(corpus) for side in pair}
+        and corpus.dropped["in validation or test"]
+    )
+    tagged = [(f"{tag} {a}", b + "।" * k) for a, b in pairs for k, tag in enumerate(("<bn>", "<as>"))]
+    corpus = prepared(tmp_path, data=tagged, val_pairs=8, tags=["<bn>", "<as>"])
+    asked = {a.split(" ", 1)[1] for a, _ in corpus.val_pairs}
+    assert len(asked) == 4 and dropped(corpus) == {}  # both of each; and a tag is no mark-up
+    assert not asked & {a.split(" ", 1)[1] for a, _ in training_text(corpus)}
+    same = [(f"{tag} {a}", b) for a, b in pairs for tag in ("<bn>", "<as>")]
+    assert dropped(prepared(tmp_path, data=same, val_pairs=8, tags=["<bn>", "<as>"])) == {}  # two pairs, not one twice
+
+
+def test_what_is_left_out_of_a_split_off_validation_is_counted(tmp_path):
+    pairs = [(a, b) if i % 3 else (a + " long" * 30, b + " অআ" * 30) for i, (a, b) in enumerate(clean_pairs(60))]
+    corpus = prepared(tmp_path, 40, data=pairs, val_pairs=12)
+    assert (
+        len(corpus.val_pairs) < 12 and len(corpus.train[0]) + len(corpus.val_pairs) + sum(corpus.dropped.values()) == 60
+    )
+    assert max(rows.lengths.max() + 1 for rows in (*corpus.train, *corpus.val)) <= 40
+    groups = [(a, f"{b} {k}") for a, b in clean_pairs(9) for k in range(3)]  # none is as small as asked for
+    assert len(prepared(tmp_path, data=groups, val_pairs=2, allow=["script", "ratio"]).val_pairs) == 3
+
+
+def test_when_nothing_is_left_the_rules_are_named(tmp_path):
+    pairs = [("a <b>c</b>", "d"), ("same words", "same words"), ("", "x"), ("n\0l", "y")]
+    with pytest.raises(
+        ValueError, match="4 pairs were read, .*empty side 1, control.* 1, mark-up 1, identical sides 1"
+    ):
+        prepared(tmp_path, data=pairs)
+    for name in ("val_src", "val_tgt"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match="the validation data hold no pairs"):
+        prepared(
+            tmp_path, data=clean_pairs(9), val_src=[str(tmp_path / "val_src")], val_tgt=[str(tmp_path / "val_tgt")]
+        )
+    assert not list((tmp_path / "cache").glob("*.tmp"))  # and no text is left behind
+
+
 def test_max_pairs_takes_a_random_sample(tmp_path):
     pairs = [(f"{src} {i}", tgt) for i, (src, tgt) in enumerate(clean_pairs(300))]
     corpus = prepared(tmp_path, data=pairs, max_pairs=60, val_pairs=5, allow=["ratio"])
     taken = set(training_text(corpus)) | set(map(tuple, corpus.val_pairs))
     assert corpus.read == 300 and corpus.taken == len(taken) == 60 and taken < set(pairs)
     assert len(taken & set(pairs[:60])) < 40  # not the first rows
+    pairs = [("<i>" + a, b) if i == 200 else (a, b) for i, (a, b) in enumerate(pairs)]
+    number = prepared(tmp_path, data=pairs, max_pairs=299, val_pairs=5, allow=["ratio"], seed=2).examples["mark-up"][0]
+    assert number == 201  # in the file, not in the sample
     more = prepared(tmp_path, data=pairs, max_pairs=60, val_pairs=5, allow=["ratio"], seed=5)
     assert taken != set(training_text(more)) | set(map(tuple, more.val_pairs))
 
@@ -2135,6 +2238,8 @@ def test_pairs_over_the_limit_are_dropped_not_cut(tmp_path, tokenizer):
     assert dropped(corpus) == {} and max(corpus.train[0].lengths.max(), corpus.val[0].lengths.max()) + 1 == 40
     corpus = prepared(tmp_path, 39, tokenizer, data=pairs, val_pairs=5, seed=2)
     assert dropped(corpus) == {"over the length limit": 1} and len(corpus.train[0]) == len(corpus.train[1]) == 15
+    turned = [(b, a) for a, b in pairs]  # the longer side may be the target
+    assert dropped(prepared(tmp_path, 39, tokenizer, data=turned, val_pairs=5, seed=2)) == {"over the length limit": 1}
 
 
 def test_the_fingerprint_covers_pairs_order_rules_and_validation(tmp_path):
@@ -2150,10 +2255,18 @@ def test_the_fingerprint_covers_pairs_order_rules_and_validation(tmp_path):
     prints.append(prepared(tmp_path, 99, data=pairs, **files).fingerprint)
     (own / "val_tgt").write_text((own / "val_tgt").read_text("utf-8").replace("\n", "।\n"), "utf-8")
     prints.append(prepared(tmp_path, data=pairs, **files).fingerprint)
-    assert len(set(prints)) == 6
+    prints.append(
+        prepared(tmp_path, data=[(a + b[:1], b[1:]) for a, b in pairs], **files, allow=["script"]).fingerprint
+    )
+    prints.append(prepared(tmp_path, data=pairs, **files, allow=["script"]).fingerprint)
+    assert len(set(prints)) == 8
+    allowed = [
+        prepared(tmp_path, data=pairs, **files, allow=x).fingerprint for x in (["ratio", "script"], ["script", "ratio"])
+    ]
+    assert allowed[0] == allowed[1]
     moved = own / "elsewhere.tsv"
     moved.write_text("".join(f"{a}\t {b}\n" for a, b in pairs), "utf-8")  # another place, other white space
-    assert prepared(tmp_path, data=[str(moved)], **files).fingerprint == prints[-1]
+    assert prepared(tmp_path, data=[str(moved)], **files).fingerprint == prints[5]
 
 
 def test_prepared_data_are_found_again_and_made_again_when_damaged(tmp_path, monkeypatch):
@@ -2162,31 +2275,103 @@ def test_prepared_data_are_found_again_and_made_again_when_damaged(tmp_path, mon
     again = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
     assert set(first.stages) == {"cleaning", "tokenizer", "encoding"} and not again.stages
     assert training_text(again) == text and again.tokenizer.sha256 == first.tokenizer.sha256
-    for name in ("fingerprint", "dropped", "examples", "notes", "samples", "worst", "val_pairs"):
+    for name in ("fingerprint", "dropped", "examples", "notes", "samples", "worst", "val_pairs", "read", "taken"):
         assert getattr(again, name) == getattr(first, name)
     assert prepared(tmp_path, data=clean_pairs(101), val_pairs=9).stages
-    for name in ("tgt.ids", "report.json", "src.offsets.npy", "tokenizer.model", "sums.json"):
+    for name in ("tgt.ids", "report.json", "src.offsets", "tokenizer.model", "sums.json"):
         content = bytearray((first.folder / name).read_bytes())
         content[len(content) // 2] ^= 0x40
         for damaged in (content, content[:-5], None):
             (first.folder / name).unlink() if damaged is None else (first.folder / name).write_bytes(damaged)
             made = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
             assert made.fingerprint == first.fingerprint and training_text(made) == text
-    (tmp_path / "cache" / "left by a killed process.tmp").mkdir()
+    killed, mine = tmp_path / "cache" / f"{'a1' * 16}.tmp", tmp_path / "cache" / "my thesis.tmp"
+    killed.mkdir()
+    mine.mkdir()
     monkeypatch.setattr(train, "chunks", lambda rows, chunks=train.chunks: chunks(rows, 7))  # borders change nothing
     shutil.rmtree(first.folder)
     made = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
     assert made.fingerprint == first.fingerprint and training_text(made) == text
-    assert not list((tmp_path / "cache").glob("*.tmp"))
+    assert list((tmp_path / "cache").glob("*.tmp")) == [mine]
+
+
+CHANGES = dict(  # of flags that decide what is prepared
+    skip_bad_lines=True, max_pairs=99, val_pairs=7, seed=5, allow=["ratio"], max_ratio=5.0, unescape=True,
+    tokenizer_kind="unigram", tokenizer_sample=30, tags=["<2bn>"], separate_vocabularies=True, src_field="a",
+    vocab_size=350, no_header=True, tgt_field="b", dataset_config="x", dataset_split="y", val_split="z", overfit=3,
+)  # fmt: skip
+
+
+def test_prepared_data_are_known_by_all_that_they_follow_from(tmp_path):
+    """Each flag, the limit, and the content of each file, whatever its name, has a part in the key."""
+
+    def key(settings, limit=100):
+        corpus = object.__new__(train.Corpus)
+        corpus.settings, corpus.limit = settings, limit
+        return corpus.key()
+
+    assert set(CHANGES) == set(train.KEY.split())
+    for name in "abc":
+        (tmp_path / f"{name}.tsv").write_text("one\ttwo\n" if name < "c" else "two\tone\n")
+    settings = dict(data=[str(tmp_path / "a.tsv")], seed=1)
+    keys = {key(settings | {flag: value}) for flag, value in CHANGES.items()} | {key(settings), key(settings, 99)}
+    assert len(keys) == len(CHANGES) + 2
+    assert (
+        key(dict(settings, data=[str(tmp_path / "b.tsv")]))
+        == key(settings)
+        != key(dict(settings, data=[str(tmp_path / "c.tsv")]))
+    )
+    for name in ("val_src", "test_tgt", "tgt"):
+        assert key(settings | {name: [str(tmp_path / "a.tsv")]}) not in keys
+
+
+def test_a_tokenizer_from_elsewhere_leaves_the_prepared_data_alone(tmp_path, tokenizer):
+    first = prepared(tmp_path, data=clean_pairs(60), val_pairs=5)
+    other = prepared(tmp_path, 100, tokenizer, data=clean_pairs(60), val_pairs=5)
+    again = prepared(tmp_path, data=clean_pairs(60), val_pairs=5)
+    assert other.tokenizer.sha256 == tokenizer.sha256 != first.tokenizer.sha256 == again.tokenizer.sha256
+    assert not again.stages and not prepared(tmp_path, 100, tokenizer, data=clean_pairs(60), val_pairs=5).stages
+    assert not prepared(tmp_path, 100, first.tokenizer, data=clean_pairs(60), val_pairs=5).stages  # a resume finds them
+
+
+def test_data_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    plain = train.Corpus.build
+
+    def build(corpus, folder):
+        plain(corpus, folder)
+        with open(tmp_path / "pairs.tsv", "a", encoding="utf-8") as file:
+            file.write("one more\tঅ\n")
+
+    monkeypatch.setattr(train.Corpus, "build", build)
+    with pytest.raises(ValueError, match="changed while they were read"):
+        prepared(tmp_path, data=clean_pairs(60), val_pairs=5)
+
+
+@pytest.mark.skipif(train.fcntl is None, reason="no locks here")
+def test_who_comes_second_waits_and_says_so(tmp_path, monkeypatch):
+    first = prepared(tmp_path, data=clean_pairs(60), val_pairs=5)
+    shutil.rmtree(first.folder)
+    said, settings = [], train.settings_of(dict(data=[str(tmp_path / "pairs.tsv")], val_pairs=5, vocab_size=400))
+    with train.locked(first.folder.with_suffix(".lock")):
+        thread = threading.Thread(target=lambda: train.Corpus(settings, tmp_path / "cache", 100, say=said.append))
+        thread.start()
+        time.sleep(0.5)
+        assert not first.folder.exists() and "waiting for another process" in said[0]
+    thread.join(30)
+    assert first.folder.exists()
 
 
 def test_data_are_prepared_where_nothing_can_be_kept(tmp_path, monkeypatch):
     def refuse(self, *args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
-    monkeypatch.setattr(train, "locked", lambda path: refuse(path))
+    monkeypatch.setattr(train, "locked", lambda path, wait: refuse(path))
     corpus = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
     assert len(corpus.train[0]) == 91 and tmp_path not in corpus.folder.parents
+    monkeypatch.undo()
+    kept = prepared(tmp_path, data=clean_pairs(100), val_pairs=9)
+    monkeypatch.setattr(train, "locked", lambda path, wait: refuse(path))
+    assert prepared(tmp_path, data=clean_pairs(100), val_pairs=9).folder == kept.folder  # but used if they are there
 
 
 def test_two_processes_prepare_the_same_data_once(corpus, tmp_path):
@@ -2209,6 +2394,20 @@ def test_the_tokenizer_sees_training_text_only(tmp_path):
     few = prepared(tmp_path, data=pairs, val_pairs=20, tokenizer_sample=10).tokenizer
     pieces = "".join(few.pieces.id_to_piece(i) for i in range(few.vocab_size))
     assert sum(src[-1] in pieces for src, _ in training_text(corpus)) == 10
+    where = dict(data=pairs, val_pairs=20, tokenizer_sample=10)
+    assert prepared(tmp_path, cache=tmp_path / "b", **where).tokenizer.sha256 == few.sha256
+    files = {}
+    for name, side in (("val_src", 0), ("val_tgt", 1)):
+        (tmp_path / name).write_text("".join(f"{pair[side]}\n" for pair in pairs[:9]), "utf-8")
+        files[name] = [str(tmp_path / name)]
+    del where["val_pairs"]
+    assert len({prepared(tmp_path, **where, **files, seed=seed).tokenizer.sha256 for seed in range(3)}) == 3
+
+
+def test_ids_have_room_for_large_vocabularies(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tf.Tokenizer, "vocab_size", property(lambda self: 70000))
+    corpus = prepared(tmp_path, 100, tokenizer, data=clean_pairs(30), val_pairs=3)
+    assert all(rows.ids.dtype == np.int32 for rows in (*corpus.train, *corpus.val)) and len(training_text(corpus)) == 27
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -2238,9 +2437,9 @@ def test_any_text_comes_back_from_either_kind_with_tags(kind):
         )
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == tf.normalize(text) and min(ids, default=4) > UNK
-    for tag in ("</s>", "two words", "", " x"):
+    for tags in (["</s>"], ["two words"], [""], [" x"], ["<2bn>", "<2bn>"], ["<0x41>"]):
         with pytest.raises(ValueError, match="cannot be a tag"):
-            tf.Tokenizer.train(TEXT, 400, tags=[tag])
+            tf.Tokenizer.train(TEXT, 400, tags=tags)
 
 
 def test_a_tokenizer_of_ones_own(corpus, tmp_path, capfd):
@@ -2308,6 +2507,23 @@ def test_separate_vocabularies_from_text_to_text(corpus, tmp_path, capfd):
         tf.load_checkpoint(tmp_path / "changed.pt")
 
 
+def test_a_resume_finds_the_same_pairs_in_other_files(corpus, tmp_path, capfd):
+    run = str(tmp_path / "run")
+    data = tmp_path / "pairs.tsv"
+    data.write_bytes(corpus.read_bytes())
+    assert train.main(["--data", str(data), *TINY, "--steps", "2", "--out", run]) == 0
+    data.unlink()
+    for name, side in zip(("src", "tgt"), zip(*(line.split("\t") for line in demo_pairs(200)))):
+        (tmp_path / name).write_text("\n".join(side) + "\n", "utf-8")
+    files = ["--src", str(tmp_path / "src"), "--tgt", str(tmp_path / "tgt")]
+    assert train.main(["--resume", run, "--steps", "3", *files]) == 0
+    capfd.readouterr()
+    for wrong in (files[:2], ["--val-src", files[1]], [*files, "--data", str(corpus)]):
+        assert train.main(["--resume", run, "--steps", "4", *wrong]) == 1
+        assert re.search("go together|exclude each other", capfd.readouterr().err)
+    assert train.main(["--resume", run, "--tokenizer", "nowhere"]) == 1
+
+
 def test_a_resume_needs_no_prepared_data(corpus, tmp_path):
     flags = ["--data", str(corpus), *TINY, "--steps", "2", "--out", str(tmp_path / "run")]
     assert train.main(flags) == 0
@@ -2344,7 +2560,7 @@ MISTAKES = {  # command line: what the one line must say
     "train.py --src none --tgt none": "none: No such file",
     "train.py --src five --tgt six": "five has 5 lines and .*six has 6",
     "train.py --src five": "--src and --tgt go together",
-    "train.py --data empty.tsv": "no pairs are left|cannot be split",
+    "train.py --data empty.tsv": "no pairs are left to train on: 0 pairs were read",
     "train.py --data narrow.tsv": "narrow.tsv, line 2: 1 columns",
     "train.py --data bytes.tsv": "bytes.tsv, line 2",
     "train.py --data five": "must end in",
@@ -2373,6 +2589,10 @@ MISTAKES = {  # command line: what the one line must say
     "train.py --data none*.tsv": "matches no file",
     "train.py --data pairs.tsv --allow nonsense": "--allow",
     "train.py --data pairs.tsv --max-ratio 0.5": "--max-ratio",
+    "train.py --data pairs.tsv --no-header": "--no-header is about .csv",
+    "train.py --data pairs.tsv --cache=": "--cache",
+    "train.py --data pairs.tsv --val-pairs 2 --tokenizer empty.tsv": "empty.tsv: not a Sent.* empty",
+    "train.py --save-every 5x": "--save-every",
     "train.py --data pairs.tsv --val-pairs 2 --tags </s> --vocab-size 500": "cannot be a tag",
     "train.py --data pairs.tsv --val-pairs 2 --tokenizer five": "five: not a SentencePiece model",
     "train.py --data pairs.tsv --tokenizer five --vocab-size 500": "--vocab-size is decided",

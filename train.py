@@ -34,7 +34,7 @@ import unicodedata
 import zipfile
 import zlib
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -78,7 +78,7 @@ PATHS = {"init_from", "tokenizer", "cache"}
 # decides whether they are the same). What makes it another run than the unbroken one would have been needs
 # --allow-changes. All else is fixed by its checkpoint.
 MAY_CHANGE = {"steps", "epochs", "patience", "average", "keep", "log_every", "save_every", "tensorboard"}
-MAY_CHANGE |= {*FILES, *PATHS}
+MAY_CHANGE |= {*FILES, "dataset", "cache"}
 BREAKS_EXACTNESS = {"batch_tokens", "accumulate", "warmup_steps", "rate_scale", "label_smoothing", "clip", "dropout"}
 BREAKS_EXACTNESS |= {"seed", "eval_every", "best_by", "device", "precision", "threads", "processes"}
 
@@ -86,6 +86,7 @@ BREAKS_EXACTNESS |= {"seed", "eval_every", "best_by", "device", "precision", "th
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         "train.py",
+        usage="train.py [flags], each of which --help explains",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -101,8 +102,11 @@ def parse_arguments(argv):
     def switch(group, name, text):
         group.add_argument(name, action="store_true", help=text)
 
+    def several(group, name, kind, metavar, text, **more):
+        group.add_argument(name, nargs="+", action="extend", type=kind, metavar=metavar, help=text, **more)
+
     def files(group, name, text):
-        group.add_argument(name, nargs="+", metavar="FILE", help=text)
+        several(group, name, not_empty, "FILE", text)
 
     data = parser.add_argument_group(
         "data: line-aligned files, or files of pairs, or a hub set; several files or a 'pattern*' each; .gz too"
@@ -110,7 +114,7 @@ def parse_arguments(argv):
     files(data, "--src", "source sentences, one a line")
     files(data, "--tgt", "their translations, line by line")
     files(data, "--data", "pairs: .tsv (source, tab, target), .csv, .jsonl or .parquet")
-    flag(data, "--dataset", str, "name of a set on the Hugging Face hub, or a folder laid out as one")
+    flag(data, "--dataset", not_empty, "name of a set on the Hugging Face hub, or a folder laid out as one")
     flag(data, "--dataset-config", str, "its configuration")
     flag(data, "--dataset-split", str, "its split to train on")
     flag(data, "--src-field", str, "name of the source column (for .tsv: the first line is then a header)")
@@ -125,16 +129,16 @@ def parse_arguments(argv):
     files(data, "--test-tgt", "test targets")
     switch(data, "--dry-run", "report on the data and the sizes, then stop")
     flag(data, "--overfit", count, "memorise this many pairs and say whether it worked: a test of the whole chain")
-    flag(data, "--cache", str, "folder for prepared data (default: cache beside the run's); may be deleted at any time")
+    flag(
+        data,
+        "--cache",
+        not_empty,
+        "folder for prepared data (default: cache beside the run's); may be deleted at any time",
+    )
 
     clean = parser.add_argument_group("cleaning: each dropped pair is counted under a rule; see --dry-run")
-    clean.add_argument(
-        "--allow",
-        nargs="+",
-        choices=RULES,
-        metavar="RULE",
-        help="rules not to apply: " + "; ".join(f"{rule} ({text})" for rule, text in RULES.items()),
-    )
+    rules = "; ".join(f"{rule} ({text})" for rule, text in RULES.items())
+    several(clean, "--allow", str, "RULE", f"rules not to apply: {rules}", choices=RULES)
     flag(clean, "--max-ratio", tf.number(float, 1, 1e6), "factor by which a pair's length ratio may miss the median")
     switch(clean, "--unescape", "turn HTML entities (&amp;) into characters")
     switch(clean, "--skip-bad-lines", "count and skip what is no UTF-8, no JSON or lacks a column, instead of stopping")
@@ -145,8 +149,8 @@ def parse_arguments(argv):
     pieces.add_argument("--tokenizer-kind", choices=["bpe", "unigram"], help="SentencePiece's algorithm (default bpe)")
     flag(pieces, "--tokenizer-sample", count, "learn it from at most this many pairs, chosen at random")
     switch(pieces, "--separate-vocabularies", "one for each language, --vocab-size each, instead of a shared one")
-    pieces.add_argument("--tags", nargs="+", metavar="TAG", help="words to keep whole, as <2bn> to ask for a language")
-    flag(pieces, "--tokenizer", str, "take this one: a SentencePiece model, or a checkpoint that has one")
+    several(pieces, "--tags", str, "TAG", "words to keep whole, as <2bn> to ask for a language")
+    flag(pieces, "--tokenizer", not_empty, "take this one: a SentencePiece model, or a checkpoint that has one")
 
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=tf.PRESETS, help=f"sizes (default {DEFAULTS['preset']}); single ones below")
@@ -175,10 +179,10 @@ def parse_arguments(argv):
     flag(run, "--save-every", steps_or_minutes, "updates between saves of last.pt, or minutes: 10m")
     flag(run, "--keep", natural, "keep the weights of the last N validations (at least what --average needs)")
     flag(run, "--log-every", count, "updates between log lines")
-    flag(run, "--out", str, "folder of the run (default runs/<time>-<name of the data>)")
-    flag(run, "--resume", str, "folder of a run to go on with")
+    flag(run, "--out", not_empty, "folder of the run (default runs/<time>-<name of the data>)")
+    flag(run, "--resume", not_empty, "folder of a run to go on with")
     switch(run, "--allow-changes", "let --resume change what makes it another run: rate, batches, precision ...")
-    flag(run, "--init-from", str, "checkpoint whose weights and tokenizer to start from")
+    flag(run, "--init-from", not_empty, "checkpoint whose weights and tokenizer to start from")
     flag(run, "--seed", natural, "decides the split, the order, the initial weights and the dropout")
     run.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], help="auto (default): the best there is")
     run.add_argument(
@@ -191,9 +195,16 @@ def parse_arguments(argv):
     given = vars(parser.parse_args(argv))
     for name in set(given) & PATHS:  # as a resume from another folder needs them
         given[name] = os.path.abspath(given[name])
-    if "dataset" in given and os.path.isdir(given["dataset"]):
+    if "dataset" in given and os.path.exists(given["dataset"]):
         given["dataset"] = os.path.abspath(given["dataset"])
     return given
+
+
+def not_empty(text):
+    """An unset variable of the shell is no name of a file."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def steps_or_minutes(text):
@@ -203,14 +214,25 @@ def steps_or_minutes(text):
     return text if text.endswith("m") else int(text)
 
 
-def settings_of(given):
-    """Flags as given -> every setting. A demo run is one without any data of the user's."""
+SOURCES = ("src", "data", "dataset")
+
+
+def check_sources(given):
+    """Flags of the data that belong together or exclude each other -> the source that is named, in a list."""
     for one, other in (("src", "tgt"), ("val_src", "val_tgt"), ("test_src", "test_tgt"), ("src_field", "tgt_field")):
         if (one in given) != (other in given):
             raise ValueError(f"--{one.replace('_', '-')} and --{other.replace('_', '-')} go together")
-    sources = [name for name in ("src", "data", "dataset") if name in given]
+    sources = [name for name in SOURCES if name in given]
     if len(sources) > 1:
         raise ValueError(f"--{sources[0]} and --{sources[1]} exclude each other: one corpus at a time")
+    if "dataset" in given and os.path.isfile(given["dataset"]):
+        raise ValueError(f"{given['dataset']} is a file: give it as --data")
+    return sources
+
+
+def settings_of(given):
+    """Flags as given -> every setting. A demo run is one without any data of the user's."""
+    sources = check_sources(given)
     for one, other, why in (
         ("val_pairs", "val_src", "with validation files there is nothing to split off"),
         ("val_pairs", "val_split", "with validation data there is nothing to split off"),
@@ -238,6 +260,10 @@ def settings_of(given):
             other = min(fixed & set(given)).replace("_", "-")
             raise ValueError(f"--{other} is decided by what --{name.replace('_', '-')} brings")
     given = expand_files(given)
+    if "no_header" in given and not any(suffix_of(path) == ".csv" for path in given.get("data", ())):
+        raise ValueError("--no-header is about .csv files")
+    if "allow" in given:
+        given["allow"] = sorted(set(given["allow"]))
     settings = DEFAULTS | ({} if sources else DEMO_DEFAULTS) | given
     if "epochs" in given:
         del settings["steps"]
@@ -263,8 +289,13 @@ def locked(path, wait=True):
     """Hold the lock that this file stands for; it goes with the process, however that ends. Without waiting, raises
     BlockingIOError where another holds it."""
     with open(path, "a", encoding="utf-8") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            pass
         yield
 
 
@@ -341,6 +372,9 @@ def expand_files(given):
             found = [path] if os.path.exists(path) or not glob.has_magic(path) else sorted(glob.glob(path))
             if not found:
                 raise ValueError(f"{path} matches no file")
+            for each in found:  # a pipe would be empty the second time
+                if os.path.exists(each) and not os.path.isfile(each):
+                    raise ValueError(f"{each} is not a plain file, and data are read more than once")
             out[name] += map(os.path.abspath, found)
     for path in out.get("data", ()):
         if suffix_of(path) not in (".tsv", ".csv", ".jsonl", ".parquet"):
@@ -393,7 +427,7 @@ def read_tsv(path, s, note):
     src, tgt = 0, 1
     if "src_field" in s:
         header = next(lines, (0, ""))[1].split("\t")
-        src, tgt = map(header.index, fields_of(dict.fromkeys(header), path, s, note))
+        src, tgt = map(header.index, fields_of(header, {}, path, s, note))
     for number, line in lines:
         row = line.split("\t")
         if len(row) > max(src, tgt):
@@ -407,24 +441,27 @@ def read_tsv(path, s, note):
 def read_csv(path, s, note):
     csv.field_size_limit(1 << 30)
     lines = (line.replace("\r", " ") + "\n" for line in read_lines(path, s))  # for this module a lone CR ends a row
-    rows = csv.reader(lines, strict=True)  # a quote that never closes is an error, not one long field
-    src, tgt = 0, 1
+    reader = csv.reader(lines, strict=True)  # a quote that never closes is an error, not one long field
+
+    def rows():
+        while True:
+            number = reader.line_num + 1
+            try:
+                yield number, next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "unexpected end" in str(error):
+                    raise ValueError(f"{path}, line {number}: a quote opens and never closes") from None
+                yield number, bad_line(path, number, str(error), s)
+
+    rows, src, tgt = rows(), 0, 1
     if "no_header" not in s:
-        header = next(rows, [])
-        src, tgt = map(header.index, fields_of(dict.fromkeys(header, ""), path, s, note))
-    while True:
-        number = rows.line_num + 1
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "unexpected end" in str(error):
-                raise ValueError(f"{path}, line {number}: a quote opens and never closes") from None
-            yield bad_line(path, number, str(error), s)
-            continue
-        if len(row) > max(src, tgt):
-            yield row[src], row[tgt]
+        header = next(rows, (1, []))[1] or []
+        src, tgt = map(header.index, fields_of(header, {}, path, s, note))
+    for number, row in rows:
+        if row is None or len(row) > max(src, tgt):
+            yield row and (row[src], row[tgt])
         elif not row:
             yield "", ""
         else:
@@ -448,16 +485,18 @@ def read_jsonl(path, s, note):
                     row |= row.pop("translation")
                 yield number, row
 
-    stream = rows()
-    first = list(itertools.islice(stream, 1000))  # a field may be missing or null in some: look at a thousand
-    sample = {}
-    for _, row in first:
-        sample |= {name: value for name, value in (row or {}).items() if value is not None or name not in sample}
-    if not sample:
-        return
-    src, tgt = fields_of(sample, path, s, note)
+    stream, first, sample = rows(), [], {}
+    for number, row in stream:  # a field may be null in some: look at a thousand
+        first.append((number, row))
+        for name, value in (row or {}).items():
+            sample[name] = value if sample.get(name) is None else sample[name]
+        if len(first) >= 1000 and sample:
+            break
+    src, tgt = fields_of(sample, sample, path, s, note) if sample else ("", "")
     for number, row in itertools.chain(first, stream):
-        yield row and texts_of((row.get(src), row.get(tgt)), path, number, s)
+        if row is not None and not {src, tgt} <= set(row):
+            row = bad_line(path, number, f"it has no field {(src if src not in row else tgt)!r}", s)
+        yield None if row is None else texts_of((row[src], row[tgt]), path, number, s)
 
 
 def read_parquet(path, s, note):
@@ -482,7 +521,7 @@ def hub_set(s, split):
     import datasets
 
     with clear_errors(s["dataset"]):
-        return datasets.load_dataset(s["dataset"], s.get("dataset_config"), split=split)
+        return datasets.load_dataset(s["dataset"], s.get("dataset_config"), split=split, keep_in_memory=False)
 
 
 @contextmanager
@@ -499,19 +538,20 @@ def clear_errors(name):
 
 def read_table(table, name, s, note):
     """A table of the library -> pairs; also in the hub's nested form, a column `translation` of {language: text}."""
-    with clear_errors(name):
-        first = next(iter(table), None)
-    if first is None:
-        return
-    nested = isinstance(first.get("translation"), dict)
-    src, tgt = fields_of(first["translation"] if nested else first, name, s, note)
-    number = 0
-    for batch in table.iter(batch_size=1000):
-        if nested:
-            sides = ([(row or {}).get(field) for row in batch["translation"]] for field in (src, tgt))
-        else:
-            sides = (batch[field] for field in (src, tgt))
-        for values in zip(*sides):
+    batches, number, fields = table.iter(batch_size=1000), 0, None
+    while True:
+        with clear_errors(name):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        if "translation" in batch and any(isinstance(row, dict) for row in batch["translation"]):
+            rows = [row or {} for row in batch["translation"]]
+            batch = {field: [row.get(field) for row in rows] for field in dict.fromkeys(itertools.chain(*rows))}
+        if fields is None:
+            sample = {field: next((x for x in values if x is not None), None) for field, values in batch.items()}
+            fields = fields_of(sample, sample, name, s, note)
+        nothing = [None] * len(next(iter(batch.values())))
+        for values in zip(*(batch.get(field, nothing) for field in fields)):
             number += 1
             yield texts_of(values, name, number, s)
 
@@ -521,34 +561,37 @@ def texts_of(values, name, number, s):
     for value in values:
         if value is not None and not isinstance(value, (str, int, float)):
             return bad_line(name, number, f"a {type(value).__name__} where text should be", s)
+        if isinstance(value, str) and SURROGATE.search(value):
+            return bad_line(name, number, "half a character (a lone surrogate)", s)
     return tuple("" if value is None else str(value) for value in values)
 
 
-def fields_of(sample, name, s, note):
-    """Which two columns: as the flags say, or the obvious ones. `sample` has a value (or none) for each column."""
+def fields_of(columns, sample, name, s, note):
+    """Which two columns: as the flags say, or the obvious ones, by name and by what `sample` has of them (a reader of
+    texts has nothing to sample: all are text)."""
     if "src_field" in s:
         for field in (s["src_field"], s["tgt_field"]):
-            if field not in sample:
-                raise ValueError(f"{name} has no column {field!r}; it has {', '.join(sample)}")
+            if list(columns).count(field) != 1:
+                has = "no column" if field not in columns else "more than one column"
+                raise ValueError(f"{name} has {has} {field!r}; it has {', '.join(columns) or 'none'}")
         return s["src_field"], s["tgt_field"]
-    text = [field for field, value in sample.items() if isinstance(value, str)]
+    text = [field for field in columns if isinstance(sample.get(field, ""), str)]
     languages = [field for field in text if re.fullmatch(r"[a-z]{2,3}([-_]\w+)?", field)]
     for fields in (["src", "tgt"], ["source", "target"], text, languages):
-        if len(fields) == 2 and set(fields) <= set(sample):
+        if len(set(fields)) == len(fields) == 2 and set(fields) <= set(columns):
             note(f"columns: source = {fields[0]!r}, target = {fields[1]!r}, guessed; --src-field and --tgt-field say")
             return tuple(fields)
-    raise ValueError(f"{name}: say --src-field and --tgt-field; its columns are {', '.join(sample)}")
+    raise ValueError(f"{name}: say --src-field and --tgt-field; its columns are {', '.join(columns) or 'none'}")
 
 
 # --- Data: cleaning ------------------------------------------------------------------------------------------------
-# Pairs go through once. Their normalised text is written to two plain files, and what the rules need to know of each
-# goes into a flat array of 35 bytes a pair, so that the rules can look at the whole corpus: what is usual in it decides
-# what is odd.
+# The normalised text of all pairs is written to two plain files, and what the rules need to know of each goes into a
+# flat array of 36 bytes a pair, so that they can look at the whole corpus: what is usual in it decides what is odd.
 
 # A pair counts under the first rule that it breaks. --allow turns off those in RULES; the others have flags of their
 # own (--skip-bad-lines, --max-len), or nothing could be done with such a pair.
 RULES = dict(
-    control="control characters or U+FFFD",
+    control="control characters or U+FFFD",  # white space aside
     entities="HTML entities",
     markup="mark-up",
     identical="identical sides",
@@ -561,9 +604,10 @@ VERDICTS = ["kept", BAD, EMPTY, *RULES.values(), LEAK, LONG]  # the verdict on a
 
 ENTITY = re.compile(r"&(?:[a-zA-Z][a-zA-Z0-9]{1,30}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|<!--|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|'''|\[https?:")  # HTML and wiki
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 SURROGATE = re.compile("[\ud800-\udfff]")  # no text has one: a byte that was not UTF-8, or a broken JSON escape
 FACTS = np.dtype(
-    [("chars", np.int32, 2), ("words", np.int32, 2), ("script", np.uint8, 2), ("hash", np.uint64, 2), ("verdict", "u1")]
+    [("hash", "u8", 2), ("chars", "i4", 2), ("words", "i4", 2), ("script", "u1", 2), ("tag", "u1"), ("verdict", "u1")]
 )
 
 
@@ -602,7 +646,7 @@ class Characters:
 
     def count(self, lines):
         """Normalised lines -> characters, words, control characters, and the script most letters are in, of each."""
-        kinds = self.of("\n".join(lines) + "\n")
+        kinds = self.of("".join(line + "\n" for line in lines))
         ends, width = kinds == self.NEWLINE, len(self.names)
         row = np.cumsum(ends) - ends
         counts = np.bincount(row * width + kinds, minlength=len(lines) * width).reshape(len(lines), width)
@@ -624,54 +668,63 @@ class Cleaner:
     def __init__(self, settings):
         self.settings, self.characters = settings, Characters()
         self.rules = set(RULES) - set(settings.get("allow", ()))
+        self.tags = ["", *settings.get("tags", ())]
+        self.scripts, self.usual_ratio = [[], []], {}
 
     def look(self, pairs):
         """Raw pairs -> sources, targets, facts. The verdict is, so far, of what can be told from a pair alone."""
         facts = np.zeros(len(pairs), FACTS)
         bad = [pair is None or any(map(SURROGATE.search, pair)) for pair in pairs]
-        sides = []
+        sides, broken = [], {rule: np.zeros(len(pairs), bool) for rule in ("control", "entities", "markup")}
         for side in (0, 1):
             lines = ["" if skip else pair[side] for pair, skip in zip(pairs, bad)]
+            broken["control"] |= np.array(["\0" in line for line in lines], bool)  # what normalising takes for a space
             if "unescape" in self.settings:
                 lines = [unescape(line) if "&" in line else line for line in lines]
-            sides.append([tf.normalize(line) for line in lines])
-        broken = {}
-        for side, lines in enumerate(sides):
+            lines = [tf.normalize(line) for line in lines]
+            sides.append(lines)
             chars, words, control, script = self.characters.count(lines)
             facts["chars"][:, side], facts["words"][:, side], facts["script"][:, side] = chars, words, script
+            if side == 0:
+                facts["tag"] = [self.tags.index(self.tag_of(line)) for line in lines]
+            lines = [
+                line.removeprefix(self.tag_of(line)).lstrip() for line in lines
+            ]  # it asks for a language, and is no text
             facts["hash"][:, side] = np.frombuffer(b"".join(map(hash_of, lines)), np.uint64)
-            for rule, found in (
-                ("control", control > 0),
-                ("entities", ["&" in line and ENTITY.search(line) is not None for line in lines]),
-                ("markup", [MARKUP.search(line) is not None for line in lines]),
-            ):
-                broken[rule] = broken.get(rule, False) | np.asarray(found)
-        # a name or number is its own translation; a line of words hardly ever
+            broken["control"] |= control > 0
+            for rule, pattern in (("entities", ENTITY), ("markup", MARKUP)):
+                broken[rule] |= np.array([pattern.search(line) is not None for line in lines], bool)
+        # a number is its own translation; a line with letters hardly ever
         broken["identical"] = (facts["hash"][:, 0] == facts["hash"][:, 1]) & facts["script"].any(1)
-        for rule in reversed(("control", "entities", "markup", "identical")):
+        for rule in reversed(broken):
             if rule in self.rules:
                 facts["verdict"][broken[rule]] = VERDICTS.index(RULES[rule])
         facts["verdict"][(facts["chars"] == 0).any(1)] = VERDICTS.index(EMPTY)
         facts["verdict"][bad] = VERDICTS.index(BAD)
         return *sides, facts
 
-    def find_usual(self, facts):
+    def tag_of(self, line):
+        """The tag that a line begins with, or nothing."""
+        return next((tag for tag in self.tags[1:] if line.startswith(tag)), "") if len(self.tags) > 1 else ""
+
+    def find_usual(self, facts, kept):
         """What this corpus is like: the scripts of each side that a fifth of its lines are written in, and the median
         of the length ratios."""
-        self.scripts = []
         for side in (0, 1):
-            shares = np.bincount(facts["script"][:, side], minlength=256)
+            shares = np.bincount(facts["script"][kept, side], minlength=256)
             shares[self.characters.OTHER] = 0
             shares = shares / max(1, shares.sum())
             usual = np.flatnonzero(shares >= 0.2)
             # a corpus of many languages has no usual script
-            self.scripts.append(usual.tolist() if shares[usual].sum() >= 0.5 else [])
-        self.usual_ratio = {}
-        if len(facts):
-            for unit in FLOOR:
-                self.usual_ratio[unit] = float(np.median(facts[unit][:, 1] / facts[unit][:, 0]))
-            if (np.median(facts["chars"] / facts["words"], axis=0) > 20).any():  # no spaces between words
-                del self.usual_ratio["words"]
+            self.scripts[side] = usual.tolist() if shares[usual].sum() >= 0.5 else []
+        if not kept.any():
+            return
+        for unit in FLOOR:
+            lengths = facts[unit][kept]
+            self.usual_ratio[unit] = float(np.median(lengths[:, 1] / lengths[:, 0]))
+        for side in (0, 1):
+            if np.median(facts["chars"][kept, side] / facts["words"][kept, side]) > 20:  # no spaces between words
+                self.usual_ratio.pop("words", None)
 
     def script_names(self, side):
         return ", ".join(self.characters.names[script].lower() for script in self.scripts[side]) or "of all kinds"
@@ -683,11 +736,12 @@ class Cleaner:
         if "repeated" in self.rules:
             kept = np.flatnonzero(verdict == 0)
             keys = facts["hash"][kept, 0] * np.uint64(0x9E3779B97F4A7C15) + facts["hash"][kept, 1]
+            keys += facts["tag"][kept]
             first = np.zeros(len(kept), bool)
             first[np.unique(keys, return_index=True)[1]] = True
             verdict[kept[~first]] = VERDICTS.index(RULES["repeated"])
         if usual:
-            self.find_usual(facts[verdict == 0])
+            self.find_usual(facts, verdict == 0)
         if "script" in self.rules:
             for side, scripts in enumerate(self.scripts):
                 script = facts["script"][:, side]
@@ -706,13 +760,14 @@ FLOOR = dict(chars=20, words=5)
 def deviation(src, tgt, usual_ratio, unit):
     """Logarithm of the factor by which a target is longer than usual for its source. Both lengths get an addition, of
     the usual ratio, that matters in short lines only: those vary widely."""
-    return np.log((tgt + FLOOR[unit] * usual_ratio) / (src + FLOOR[unit]) / usual_ratio)
+    return np.log(np.divide(tgt + FLOOR[unit] * usual_ratio, (src + FLOOR[unit]) * usual_ratio, dtype=np.float32))
 
 
 def unescape(text):
-    """HTML entities -> what they stand for, also where they were escaped twice (&amp;quot;)."""
-    for _ in range(3):
-        text = html.unescape(text)
+    """HTML entities -> what they stand for, also where they were escaped twice (&amp;quot;). Only whole ones: the
+    library alone would also take "&copy" out of a link."""
+    for _ in range(2):
+        text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     return text
 
 
@@ -762,7 +817,7 @@ def chosen(n, size, rng):
 
 
 def whole_groups(keys, size, rng):
-    """A mask over keys that is True at `size` places, or a few fewer, and alike at equal keys."""
+    """A mask over keys that is True at `size` places, or about so many, and alike at equal keys."""
     _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     picked, left = [], size
     for g in rng.permutation(len(counts)):
@@ -771,7 +826,7 @@ def whole_groups(keys, size, rng):
             left -= counts[g]
             if not left:
                 break
-    return np.isin(group, picked)
+    return np.isin(group, picked or [np.argmin(counts)])  # if all are larger, the smallest
 
 
 class Corpus:
@@ -782,40 +837,66 @@ class Corpus:
     taken, dropped {rule: pairs}, examples {rule: (number, source, target)}, notes, samples, worst [(score, source,
     target)], stages {stage: (seconds, peak MB)}, empty when all was there."""
 
-    def __init__(self, settings, limit, tokenizer=None):
-        """limit: the longest sentence in tokens, EOS included. tokenizer: one to use; without it one is trained.
-        Raises ValueError and OSError for what cannot be read or leaves no pairs."""
+    def __init__(self, settings, root, limit, tokenizer=None, say=print):
+        """root: the folder for prepared data. limit: the longest sentence in tokens, EOS included. tokenizer: one to
+        use; without it one is trained. say: for what the user should know while waiting. Raises ValueError and OSError
+        for what cannot be read or leaves no pairs."""
         self.settings, self.limit, self.tokenizer, self.stages = settings, limit, tokenizer, {}
-        root = Path(settings["cache"])
-        self.folder = root / self.key()
+        root, key = Path(root), self.key()
+        self.folder = root / key
+        if self.load():
+            return
+        if tokenizer is not None:  # of another run: what it makes must not stand for what these flags make
+            self.folder = root / hashlib.sha256((key + tokenizer.sha256).encode()).hexdigest()[:32]
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock"):  # who comes second waits, and finds the work done
-                for stale in root.glob("*.tmp"):  # of a process that was killed: nobody else holds the lock
-                    shutil.rmtree(stale)
+            with self.lock(say):
                 if not self.load():
-                    temporary = self.folder.with_suffix(".tmp")
-                    temporary.mkdir()
-                    self.build(temporary)
-                    shutil.rmtree(self.folder, ignore_errors=True)  # damaged
-                    os.replace(temporary, self.folder)
-                    self.load()
+                    self.build_anew(root, key)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise OSError(error.errno, "no space for the prepared data; see --cache", str(root)) from None
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            self.lifetime = tempfile.TemporaryDirectory()  # nothing can be kept there: as long as this process, then
+            say(f"{root} cannot be written: the data are prepared for this run alone")
+            self.lifetime = tempfile.TemporaryDirectory()
             self.folder = Path(self.lifetime.name)
             self.build(self.folder)
             self.load()
 
+    @contextmanager
+    def lock(self, say):
+        """One process prepares; another that needs the same waits, and finds the work done."""
+        path = self.folder.with_suffix(".lock")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(path, wait=False))
+            except BlockingIOError:
+                say(f"waiting for another process that prepares these data in {self.folder}")
+                stack.enter_context(locked(path))
+            yield
+
+    def build_anew(self, root, key):
+        for stale in root.glob("*.tmp"):  # of a process that was killed: it holds no lock any more
+            if re.fullmatch("[0-9a-f]{32}", stale.stem) and fcntl is not None:
+                with suppress(BlockingIOError), locked(stale.with_suffix(".lock"), wait=stale.stem == self.folder.stem):
+                    shutil.rmtree(stale)
+        temporary = self.folder.with_suffix(".tmp")
+        temporary.mkdir(exist_ok=True)
+        try:
+            self.build(temporary)
+            if self.key() != key:
+                raise ValueError("the data have changed while they were read: start again")
+            shutil.rmtree(self.folder, ignore_errors=True)  # damaged
+            os.replace(temporary, self.folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.load()
+
     def key(self):
         s = self.settings
         known = {name: s[name] for name in KEY.split() if name in s} | dict(limit=self.limit)
-        if {"tokenizer", "init_from"} & set(s):  # otherwise it follows from the rest
-            known["tokenizer_sha256"] = self.tokenizer.sha256
-        known |= dict(unicode=unicodedata.unidata_version, sentencepiece=metadata.version("sentencepiece"))
+        known["versions"] = unicodedata.unidata_version, *map(metadata.version, ("sentencepiece", "numpy"))
         known["files"] = {name: [(suffix_of(path), sha256(path)) for path in s[name]] for name in FILES if name in s}
         known["program"] = [sha256(path) for path in (__file__, tf.__file__)]
         if "dataset" in s:
@@ -827,44 +908,54 @@ class Corpus:
         """Take what stands in self.folder -> whether it is there, whole, and made with this tokenizer."""
         try:
             sums = json.loads((self.folder / "sums.json").read_text(encoding="utf-8"))
-            if any(crc32(self.folder / name) != total for name, total in sums.items()):
+            if not sums or any(crc32(self.folder / name) != total for name, total in dict(sums).items()):
                 return False
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             return False
         source = self.folder / "source.model"
         source = tf.Tokenizer(source.read_bytes()) if source.exists() else None
         tokenizer = tf.Tokenizer((self.folder / "tokenizer.model").read_bytes(), source)
         if self.tokenizer is not None and self.tokenizer.sha256 != tokenizer.sha256:
             return False
-        self.__dict__ |= json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        for name in ("read", "taken", "dropped", "examples", "notes", "val_pairs", "samples", "worst", "fingerprint"):
+            setattr(self, name, report[name])
         self.train = []
-        for side, dtype in zip(SIDES, self.dtypes):
+        for side, dtype in zip(SIDES, report["dtypes"]):
             ids = np.memmap(self.folder / f"{side}.ids", dtype, "r")
-            offsets = np.load(self.folder / f"{side}.offsets.npy", mmap_mode="r")
+            offsets = np.memmap(self.folder / f"{side}.offsets", np.int64, "r")
             self.train.append(tf.TokenRows(*map(np.asarray, (ids, offsets))))
         self.tokenizer, self.val = tokenizer, tf.encode_pairs(tokenizer, self.val_pairs)
         return True
 
-    # Building: each stage goes through the text once, and keeps no more of it than a chunk.
+    # Building: each stage goes through the text and keeps no more of it than a chunk.
 
     def build(self, folder):
         s, report, notes = self.settings, {}, []
-        note = lambda text: text in notes or notes.append(text)  # noqa: E731
+
+        def note(text):
+            if text not in notes:
+                notes.append(text)
+
         with self.stage("cleaning"):
             cleaner = Cleaner(s)
             facts = self.read_and_clean(folder, cleaner, report, note)
-            val, train = self.split(folder, cleaner, facts, note)
+            train, val, split_off = self.split(folder, cleaner, facts, note)
         if self.tokenizer is None:
             with self.stage("tokenizer"):
                 self.tokenizer = self.train_tokenizer(folder, train)
         with self.stage("encoding"):
-            self.encode(folder, facts, train, val, cleaner.usual_ratio["chars"], report, note)
-        numbers, first = np.unique(facts["verdict"], return_index=True)
-        dropped = np.bincount(facts["verdict"], minlength=len(VERDICTS)).tolist()
-        mask = np.isin(np.arange(len(facts)), first)
-        texts = dict(self.texts(folder, mask))
-        report["dropped"] = dict(zip(VERDICTS[1:], dropped[1:]))
-        report["examples"] = {VERDICTS[v]: (int(i) + 1, *texts[i]) for v, i in zip(numbers, first) if v}
+            self.encode(folder, facts, train, val, split_off, cleaner.usual_ratio["chars"], report, note)
+        verdicts, first = np.unique(facts["verdict"], return_index=True)
+        mask = np.zeros(len(facts), bool)
+        mask[first[verdicts > 0]] = True
+        texts, numbers = dict(self.texts(folder, mask)), report.pop("numbers")
+        report["dropped"] = self.dropped_by_rule(facts)
+        report["examples"] = {
+            VERDICTS[v]: (int(i if numbers is None else numbers[i]) + 1, *texts[i])
+            for v, i in zip(verdicts, first)
+            if v
+        }
         for side in SIDES:
             (folder / f"{side}.txt").unlink()
         (folder / "tokenizer.model").write_bytes(self.tokenizer.model_bytes)
@@ -874,6 +965,17 @@ class Corpus:
         sums = {path.name: crc32(path) for path in folder.iterdir()}
         (folder / "sums.json").write_text(json.dumps(sums), encoding="utf-8")
 
+    def dropped_by_rule(self, facts):
+        return dict(zip(VERDICTS[1:], np.bincount(facts["verdict"], minlength=len(VERDICTS)).tolist()[1:]))
+
+    def nothing_left(self, what, facts):
+        """The error for it, with what was dropped by which rule."""
+        dropped = ", ".join(f"{rule} {n}" for rule, n in self.dropped_by_rule(facts).items() if n)
+        return ValueError(
+            f"{what}: {len(facts)} pairs were read"
+            + (f", of which were dropped: {dropped}; see --allow" if dropped else "")
+        )
+
     @contextmanager
     def stage(self, name):
         start = time.perf_counter()
@@ -882,12 +984,12 @@ class Corpus:
 
     def read_and_clean(self, folder, cleaner, report, note):
         """Write src.txt and tgt.txt, all pairs as normalised text -> their FACTS, judged."""
-        s, rows = self.settings, read_pairs(self.settings, note)
+        s, rows, numbers = self.settings, read_pairs(self.settings, note), None
         if "max_pairs" in s:
             # a sample, not the first rows: a corpus glued together of several would show its first part only
             report["read"] = sum(1 for _ in rows)
             mask = chosen(report["read"], s["max_pairs"], np.random.default_rng([s["seed"], 0]))
-            rows = itertools.compress(read_pairs(s), mask.tobytes())
+            rows, numbers = itertools.compress(read_pairs(s), mask.tobytes()), np.flatnonzero(mask)
         parts = [np.zeros(0, FACTS)]
         with open(folder / "src.txt", "wb") as src, open(folder / "tgt.txt", "wb") as tgt:
             for chunk in chunks(tqdm(rows, "reading", unit=" pairs", unit_scale=True, delay=3, disable=None)):
@@ -896,7 +998,7 @@ class Corpus:
                     file.write(("\n".join(lines) + "\n").encode())
                 parts.append(facts)
         facts = np.concatenate(parts)
-        report["taken"] = len(facts)
+        report |= dict(taken=len(facts), numbers=numbers)  # which of all they are
         report.setdefault("read", len(facts))
         cleaner.judge(facts)
         note(f"script of the source: {cleaner.script_names(0)}; of the target: {cleaner.script_names(1)}")
@@ -909,17 +1011,21 @@ class Corpus:
                 yield i, tuple(line[:-1].decode() for line in pair)
 
     def split(self, folder, cleaner, facts, note):
-        """-> validation pairs, as text, and a mask of the training pairs. Verdicts are completed."""
+        """-> a mask of the training pairs; the validation pairs, as text; and a mask of those if they were split off.
+        Verdicts are completed."""
         s, verdict, kept = self.settings, facts["verdict"], VERDICTS.index("kept")
 
         def remove(hashes):
-            """A sentence that will be asked for, on either side, has no place in training."""
-            leak = np.isin(facts["hash"][:, 0], hashes[:, 0]) | np.isin(facts["hash"][:, 1], hashes[:, 1])
-            verdict[(verdict == kept) & leak] = VERDICTS.index(LEAK)
+            """A sentence that will be asked for, on either side, has no place in training, on either side."""
+            for side in (0, 1):
+                leak = np.isin(facts["hash"][:, side], hashes)
+                verdict[(verdict == kept) & leak] = VERDICTS.index(LEAK)
 
         if "test_src" in s:
             remove(cleaner.look(list(read_aligned(s["test_src"], s["test_tgt"], s)))[2]["hash"])
-        whole, rng = verdict == kept, np.random.default_rng([s["seed"], 1])
+        whole, split_off, rng = verdict == kept, None, np.random.default_rng([s["seed"], 1])
+        if not whole.any():
+            raise self.nothing_left("no pairs are left to train on", facts)
         if "overfit" in s:
             train = whole.copy()
             train[whole] = chosen(whole.sum(), s["overfit"], rng)
@@ -931,28 +1037,29 @@ class Corpus:
             about = cleaner.look(val)[2]
             remove(about["hash"])
             cleaner.judge(about, usual=False)
-            unusable = np.isin(about["verdict"], [VERDICTS.index(BAD), VERDICTS.index(EMPTY)])
             for v, count in zip(*np.unique(about["verdict"], return_counts=True)):
                 if v != kept:  # they are the user's measure, and stay what they are
-                    note(
-                        f"validation: {count} with {VERDICTS[v]}, "
-                        + ("left out" if v in about["verdict"][unusable] else "kept")
-                    )
+                    left_out = VERDICTS[v] in (BAD, EMPTY)
+                    note(f"validation: {count} with {VERDICTS[v]}, {'left out' if left_out else 'kept'}")
+            unusable = np.isin(about["verdict"], [VERDICTS.index(BAD), VERDICTS.index(EMPTY)])
             train = verdict == kept
             val = list(itertools.compress(val, ~unusable))
         else:
             size = s.get("val_pairs", min(1000, int(whole.sum()) // 10))
             if not 0 < size < whole.sum():
-                raise ValueError(f"{size} validation pairs cannot be split off {whole.sum()} pairs; see --val-pairs")
+                what = f"{size} validation pairs cannot be split off {whole.sum()} pairs; see --val-pairs"
+                raise self.nothing_left(what, facts)
             split_off = whole.copy()
             split_off[whole] = whole_groups(facts["hash"][whole, 0], size, rng)
             remove(facts["hash"][split_off])
             verdict[split_off] = kept
             train = (verdict == kept) & ~split_off
             val = [pair for _, pair in self.texts(folder, split_off)]
-        if not train.any() or not val:
-            raise ValueError(f"no pairs are left: {train.sum()} to train on, {len(val)} to validate on")
-        return val, train
+        if not val:
+            raise ValueError("the validation data hold no pairs")
+        if not train.any():
+            raise self.nothing_left("no pairs are left to train on", facts)
+        return train, val, split_off
 
     def train_tokenizer(self, folder, train):
         """On the training pairs alone, or a random sample of them."""
@@ -966,8 +1073,8 @@ class Corpus:
         source, target = (learn(pair[side] for _, pair in self.texts(folder, sample)) for side in (0, 1))
         return tf.Tokenizer(target.model_bytes, source)
 
-    def encode(self, folder, facts, train, val, usual_ratio, report, note):
-        """Write the ids of all training pairs that are not too long: cut targets would teach to stop in mid-sentence."""
+    def encode(self, folder, facts, train, val, split_off, usual_ratio, report, note):
+        """Write the ids of all training pairs that are not too long. (Cut, they would teach stopping mid-sentence.)"""
         s, rng = self.settings, random.Random(self.settings["seed"])
         rules = {name: s.get(name) for name in ("allow", "max_ratio", "unescape", "skip_bad_lines")} | dict(
             limit=self.limit
@@ -1017,12 +1124,14 @@ class Corpus:
             raise ValueError(f"every validation pair is longer than the limit of {self.limit} tokens")
         if not fits.all():
             note(f"validation: {(~fits).sum()} over {self.limit} tokens, left out")
+            if split_off is not None:
+                facts["verdict"][np.flatnonzero(split_off)[~fits]] = VERDICTS.index(LONG)
         val = list(itertools.compress(val, fits))
-        digest.update(b"\n" + "".join("\t".join(map(tf.normalize, pair)) + "\n" for pair in val).encode())
+        digest.update(b"\n" + "".join(f"{a}\t{b}\n" for a, b in val).encode(errors="surrogatepass"))
         for side, counts in zip(SIDES, lengths):
             offsets = np.zeros(n + 1, np.int64)
             np.cumsum(np.concatenate(counts), out=offsets[1:])
-            np.save(folder / f"{side}.offsets.npy", offsets)
+            (folder / f"{side}.offsets").write_bytes(offsets.data)
         report |= dict(val_pairs=val, samples=samples, worst=worst, fingerprint=digest.hexdigest())
         report["dtypes"] = [str(side.ids.dtype) for side in rows]
 
@@ -1080,6 +1189,11 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def meet(self):
+        """Wait until all are here."""
+        if self.size > 1:
+            dist.barrier()
+
     def from_first(self, value):
         """What rank 0 has, in every process."""
         if self.size > 1:
@@ -1111,7 +1225,6 @@ class Run:
 
     def __init__(self, settings, ranks, resuming=False, dry_run=False):
         self.settings, self.ranks, self.folder = settings, ranks, Path(settings["out"]).resolve()
-        settings.setdefault("cache", str(self.folder.parent / "cache"))
         self.signal = self.stop = 0  # heard here; agreed on by all processes
         self.order = None, None  # an epoch and its batches
         self.too_large = math.inf  # padded tokens of a batch that memory was not enough for
@@ -1147,7 +1260,7 @@ class Run:
             stale.unlink()
         if not resuming:
             (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that left no checkpoint
-        file = open(self.folder / "train.log", "a" if resuming else "w", encoding="utf-8")
+        file = open(self.folder / "train.log", "a" if resuming else "w", encoding="utf-8", errors="backslashreplace")
         self.log_file = self.resources.enter_context(file)
         if "tensorboard" in settings:
             try:
@@ -1195,7 +1308,8 @@ class Run:
         elif "tokenizer" in s:
             self.tokenizer = read_tokenizer(s["tokenizer"])
         # no pair may be larger than a batch
-        self.corpus = corpus = Corpus(s, min(s["max_len"], s["batch_tokens"]), self.tokenizer)
+        limit, cache = min(s["max_len"], s["batch_tokens"]), s.get("cache", self.folder.parent / "cache")
+        self.corpus = corpus = Corpus(s, cache, limit, self.tokenizer, self.log)
         if self.tokenizer is None and corpus.tokenizer.vocab_size < s["vocab_size"]:
             n = corpus.tokenizer.vocab_size
             self.log(f"this text gives {n} pieces, fewer than --vocab-size {s['vocab_size']}")
@@ -1242,13 +1356,17 @@ class Run:
         taken = "" if c.taken == c.read else f", took {c.taken:,} at random"
         n_train, n_val = len(c.train[0]), len(c.val_pairs)
         self.log(f"read {c.read:,} pairs{taken}; training on {n_train:,}, validating on {n_val:,}")
+        names = dict(zip(RULES.values(), RULES))
         for rule, n in c.dropped.items():
             if n:
                 number, *pair = c.examples[rule]
+                pair = [CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}", text) for text in pair]
                 example = " | ".join(text if len(text) <= 60 else text[:57] + "..." for text in pair)
                 self.log(f"  dropped {n:>8,} ({n / c.taken:.2%})  {rule:28}  as pair {number}: {example}")
-                if n > c.taken / 5 and rule in RULES.values():
-                    self.log(f"  warning: that is much; --allow {dict(zip(RULES.values(), RULES))[rule]} keeps them")
+                if n > c.taken / 10 and (rule in names or rule == LEAK):
+                    self.log(
+                        "  warning: that is much" + (f"; --allow {names[rule]} keeps them" if rule in names else "")
+                    )
         for note in c.notes:
             self.log(note)
         self.log(f"data fingerprint {c.fingerprint}")
@@ -1423,8 +1541,8 @@ class Run:
         return (smoothed, nll, tokens, norm, rate) if finite else None
 
     def gradient(self, batches, tokens, step):
-        """Backward through these batches (arrays of pair numbers) -> their smoothed loss and NLL, summed. Where memory is
-        not enough for one, it is cut in two, and all begins anew: a pass that fails leaves half a gradient."""
+        """Backward through these batches (arrays of pair numbers) -> their smoothed loss and NLL, summed. Where memory
+        is not enough for one, it is cut in two, and all begins anew: a pass that fails leaves half a gradient."""
         batches = [part for batch in batches for part in self.parts(batch)]
         while True:
             # What an update draws depends on (seed, step, rank) alone, so a resumed run draws what the unbroken one
@@ -1559,7 +1677,7 @@ class Run:
             if evaluate or self.stop or self.save_is_due():  # after validation: the best score belongs to it
                 self.save("last.pt")
             if self.stop:
-                self.ranks.from_first(None)  # nobody leaves before the save: torchrun ends the others when one does
+                self.ranks.meet()  # nobody leaves before the save: torchrun ends the others when one does
                 self.log(f"stopped by a signal at step {step}; go on with: {self.command()}")
                 raise SystemExit(128 + self.stop)
         if self.out_of_patience():
@@ -1700,6 +1818,8 @@ def resume_settings(given):
         raise ValueError(notes[0].removeprefix("warning: "))
     settings = dict(settings, out=str(folder))
     given = expand_files(given)
+    if check_sources(given):  # the same pairs from elsewhere
+        settings = {name: value for name, value in settings.items() if name not in ("tgt", *SOURCES)}
     for name, value in given.items():
         old, name_ = settings.get(name, "not given"), name.replace("_", "-")
         if name in MAY_CHANGE or old == value:
@@ -1757,7 +1877,9 @@ def main(argv=None):
             run.train()
             for each in SIGNALS:  # the run is saved: there is nothing left to finish first
                 signal.signal(each, signal.SIG_DFL)
-            return run.ranks.from_first(run.finish() if run.ranks.rank == 0 else None)
+            status = run.ranks.from_first(run.finish() if run.ranks.rank == 0 else None)
+            run.ranks.meet()
+            return status
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -48,6 +48,7 @@ import io
 import math
 import os
 import pickle
+import re
 import shutil
 import sys
 import unicodedata
@@ -670,6 +671,8 @@ class Tokenizer:
 
     def __init__(self, model_bytes, source=None):
         """model_bytes: a SentencePiece model. Raises ValueError if it is none or its four fixed ids are not ours."""
+        if not model_bytes:
+            raise ValueError("not a SentencePiece model: it is empty")
         self.model_bytes, self.source = model_bytes, source or self
         self.sha256 = hashlib.sha256(model_bytes + (source.model_bytes if source else b"")).hexdigest()
         try:
@@ -690,8 +693,9 @@ class Tokenizer:
         are words that stay one piece. Raises ValueError for a vocab_size that cannot hold the alphabet, naming one that
         can, and for what cannot be a tag."""
         for tag in tags:
-            if tag in ("<s>", "</s>", "<pad>", "<unk>") or not tag or normalize(tag) != tag or " " in tag:
-                raise ValueError(f"{tag!r} cannot be a tag: it is no single word, or a word that stays text")
+            taken = re.fullmatch("<s>|</s>|<pad>|<unk>|<0x[0-9A-F]{2}>", tag) or list(tags).count(tag) > 1
+            if taken or not tag or normalize(tag) != tag or " " in tag:
+                raise ValueError(f"{tag!r} cannot be a tag: it is no single word, or taken, or text for ever")
         alphabet = {" "}  # always there: SentencePiece writes a space before the first word
 
         def stream():
@@ -1080,8 +1084,8 @@ def explain(error):
             raise error
         return f"out of memory: try a smaller --batch-tokens, beam or model ({str(error)[:200]})"
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        return " ".join(f"{error.filename}: {error.strerror}".split("\n"))
+    return " ".join(str(error).split("\n"))
 
 
 def pick_device(name):

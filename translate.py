@@ -23,7 +23,10 @@ BLOCK = 1000  # lines translated before any of them is written: enough to sort b
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        "translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "translate.py",
+        usage="translate.py [flags] [text ...]; --help explains them",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
     parser.add_argument("text", nargs="*", help="lines to translate; without any, --input or stdin")
