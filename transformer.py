@@ -52,7 +52,6 @@ import re
 import shutil
 import sys
 import unicodedata
-import warnings
 import zipfile
 import zlib
 from contextlib import contextmanager
@@ -460,6 +459,11 @@ class Stack(nn.Module):
 # from all three, and one matrix stands in place of three. It needs one vocabulary for both languages.
 
 
+def at_least_float32(x):
+    """A sum over V terms in bfloat16 would keep two digits, so losses leave half precision first."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 class Transformer(nn.Module):
     """Encoder-decoder of the paper. forward(src (B,S), tgt (B,T)) -> logits (B,T,V).
 
@@ -515,6 +519,23 @@ class Transformer(nn.Module):
     def forward(self, src, tgt):
         return self.logits(self.decode(tgt, self.encode(src), padding_mask(src)))
 
+    def log_probs(self, states):
+        """(..., D) -> (..., V), natural logarithms of probabilities"""
+        return at_least_float32(self.logits(states)).log_softmax(-1)
+
+    def next_log_probs(self, last, src_mask, cache):
+        """Log-probabilities (B*W,V) of what follows the newest tokens `last` (B*W,1); the cache stands for the rest."""
+        return self.log_probs(self.decode(last, None, src_mask, cache)[:, -1])  # states (B*W,1,D)
+
+    def label_log_probs(self, src, tgt_in, tgt_out):
+        """(B,T) log-probability of each label (see `collate`), 0 where there is none; with few logits at a time."""
+        states, real = self.decode(tgt_in, self.encode(src), padding_mask(src)), tgt_out != PAD  # (B,T,D), (B,T)
+        out = torch.zeros(real.shape, device=real.device, dtype=torch.promote_types(states.dtype, torch.float32))
+        rows = max(1, (1 << 24) // self.config.vocab_size)
+        labels = zip(states[real].split(rows), tgt_out[real].split(rows))  # (rows,D), (rows,)
+        out[real] = torch.cat([self.log_probs(h).gather(1, y[:, None]).squeeze(1) for h, y in labels]).to(out.dtype)
+        return out
+
     def start_cache(self, memory):
         """A Cache for decoding against this memory: its keys and values, computed once, and no target tokens yet."""
         return Cache([LayerCache(layer.cross_attention.memory_keys_values(memory)) for layer in self.decoder.layers])
@@ -553,11 +574,6 @@ class LossSums:
     smoothed: torch.Tensor  # (), sum over real target tokens
     nll: torch.Tensor  # (), in nats, no gradient; exp(nll / tokens) is perplexity
     tokens: int
-
-
-def at_least_float32(x):
-    """A sum over V terms in bfloat16 would keep two digits, so losses leave half precision first."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def label_smoothed_loss(logits, labels, smoothing=0.1):
@@ -876,48 +892,86 @@ def evaluation(model):
         model.train(training)
 
 
-def output_limits(model, src, extra_len):
-    """(B,) most tokens (without EOS) that each translation may have: extra_len more than its source (§6.1), within
-    what the decoder can count to: BOS and the tokens must fit into max_len."""
-    return ((src != PAD).sum(1) - 1 + extra_len).clamp(0, model.config.max_len - 1)
+@dataclass
+class Limits:
+    """What may be said. Tokens of the vocabulary that may not come next are ruled out after the softmax, and nothing is
+    made up for it: a log_prob is the model's own."""
+
+    most: torch.Tensor  # (B,) tokens, without EOS. At the limit only EOS is left: every hypothesis is whole
+    least: torch.Tensor  # (B,)
+    prefix: torch.Tensor  # (B,P) how the translation must begin; PAD where it is free
+    no_repeat_ngram: int  # no n-gram of this length comes twice; 0 for no such rule
+
+    @classmethod
+    def of(cls, model, src, extra_len=50, min_extra=None, prefix=None, no_repeat_ngram=0):
+        """For sources (B,S): at most extra_len tokens more than the source (§6.1), at least min_extra more (negative:
+        fewer), within what the decoder can count to: BOS and the tokens must fit into its max_len."""
+        length, room = (src != PAD).sum(1) - 1, model.config.max_len - 1
+        prefix = pad_rows(prefix or [[]] * len(src)).to(src.device)  # (B,P)
+        if prefix.shape[1] > room:
+            raise ValueError(f"a prefix of {prefix.shape[1]} tokens is over the limit of {room}")
+        most = torch.maximum((length + extra_len).clamp(0, room), (prefix != PAD).sum(1))
+        least = torch.zeros_like(most) if min_extra is None else torch.minimum((length + min_extra).clamp(0), most)
+        return cls(most, least, prefix, no_repeat_ngram)
+
+    def keep_sources(self, sources):
+        self.most, self.least, self.prefix = self.most[sources], self.least[sources], self.prefix[sources]
+
+    def rule_out(self, log_probs, tokens):
+        """log_probs (B,W,V) of what follows tokens (B,W,t), which begin with BOS: -inf, in place, for what may not."""
+        n = tokens.shape[2] - 1  # said so far
+        # The only token that may come, for each source; PAD where there is a choice.
+        only = torch.where(self.most == n, EOS, PAD)  # (B,)
+        if n < self.prefix.shape[1]:
+            only = torch.where(self.prefix[:, n] != PAD, self.prefix[:, n], only)
+        rows = (only != PAD).nonzero().flatten()  # (b,)
+        chosen = only[rows, None, None].expand(-1, tokens.shape[1], 1)  # (b,W,1)
+        kept = log_probs[rows].gather(2, chosen)  # (b,W,1) before any other rule strikes it
+        log_probs[:, :, [PAD, BOS]] = -torch.inf
+        if (self.least > n).any():
+            log_probs[:, :, EOS].masked_fill_((self.least > n)[:, None], -torch.inf)
+        N = self.no_repeat_ngram
+        if 0 < N <= n:
+            grams = tokens[:, :, 1:].unfold(2, N, 1)  # (B,W,n-N+1,N) all n-grams so far
+            begun = tokens[:, :, n + 2 - N :]  # (B,W,N-1) the one that the next token completes
+            again = (grams[..., :-1] == begun[:, :, None]).all(-1)  # (B,W,n-N+1)
+            log_probs.scatter_(2, grams[..., -1].masked_fill(~again, PAD), -torch.inf)
+        if len(rows):
+            log_probs[rows] = torch.full_like(log_probs[rows], -torch.inf).scatter_(2, chosen, kept)
 
 
-def next_log_probs(model, last, src_mask, cache, at_limit):
-    """Log-probabilities (B*W,V) of what follows the newest tokens `last` (B*W,1). PAD and BOS are never said; a row
-    at its limit can only end, so that every hypothesis is whole and its log_prob includes EOS. Both are ruled out after
-    the softmax and nothing is made up for it: a log_prob is the model's own."""
-    states = model.decode(last, None, src_mask, cache)  # (B*W,1,D); the cache stands for the memory
-    log_probs = at_least_float32(model.logits(states[:, -1])).log_softmax(-1)  # (B*W,V)
-    log_probs[:, [PAD, BOS]] = -torch.inf
-    if at_limit.any():
-        only_eos = torch.arange(log_probs.shape[1], device=last.device) != EOS  # (V,)
-        log_probs.masked_fill_(at_limit[:, None] & only_eos, -torch.inf)
-    return log_probs
-
-
-def greedy_search(model, src, alpha=0.6, extra_len=50):
-    """src (B,S) -> for each source a list of one Hypothesis: the most probable token at every step. The search at its
-    plainest, to be read before the next one, and to check it by (a beam of one must give the same)."""
+def follow(model, src, pick, alpha, limits):
+    """src (B,S) -> for each source a list of one Hypothesis: at every step the token that `pick` takes. Search at its
+    plainest, to be read before the beam. pick: log_probs (B,V) -> tokens (B,1)."""
     with evaluation(model):
-        src_mask, limits = padding_mask(src), output_limits(model, src, extra_len)
+        limits, src_mask = Limits.of(model, src, **limits), padding_mask(src)
         cache = model.start_cache(model.encode(src))
-        last = src.new_full((len(src), 1), BOS)
+        tokens = src.new_full((len(src), 1), BOS)  # (B,t)
         log_prob = torch.zeros(len(src), device=src.device)
-        tokens, going = [[] for _ in range(len(src))], torch.ones(len(src), dtype=torch.bool, device=src.device)
-        while going.any():
-            best, last = next_log_probs(model, last, src_mask, cache, limits == cache.length).max(-1, keepdim=True)
-            log_prob += best.squeeze(1) * going
-            going &= last.squeeze(1) != EOS
-            for b in going.nonzero().flatten().tolist():  # an ended row runs on unheard until the last one ends
-                tokens[b].append(last[b].item())
+        lengths = torch.full((len(src),), -1, device=src.device)  # (B,) without EOS; -1: not ended yet
+        while (lengths < 0).any():
+            log_probs = model.next_log_probs(tokens[:, -1:], src_mask, cache)  # (B,V)
+            limits.rule_out(log_probs[:, None], tokens[:, None])
+            token = pick(log_probs)  # (B,1)
+            log_prob += log_probs.gather(1, token).squeeze(1) * (lengths < 0)
+            # a row that has ended runs on unheard until the last one ends; its limit must not stop it
+            lengths = torch.where((lengths < 0) & (token.squeeze(1) == EOS), tokens.shape[1] - 1, lengths)
+            tokens = torch.cat([tokens, token], 1)  # (B,t+1)
         sums = log_prob.tolist()
         if not all(map(math.isfinite, sums)):
             raise ValueError(NOT_FINITE)
-        return [[Hypothesis(t, s, s / length_penalty(len(t) + 1, alpha))] for t, s in zip(tokens, sums)]
+        rows = [row[1 : 1 + n].tolist() for row, n in zip(tokens, lengths.tolist())]
+        return [[Hypothesis(row, s, s / length_penalty(len(row) + 1, alpha))] for row, s in zip(rows, sums)]
 
 
-def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
-    """src (B,S) -> for each source up to n_best Hypotheses, best first (§6.1; stopping as proven below).
+def greedy_search(model, src, alpha=0.6, **limits):
+    """The most probable token at every step. (A beam of one must give the same.) **limits: see Limits.of."""
+    return follow(model, src, lambda log_probs: log_probs.argmax(-1, keepdim=True), alpha, limits)
+
+
+def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, **limits):
+    """src (B,S) -> for each source up to n_best Hypotheses, best first (§6.1; stopping as proven below). **limits: see
+    Limits.of.
 
     Each source's result is its own: no step mixes sources, and one that is done leaves the batch. (To
     rounding: a product over another number of rows may differ in its last bit, which can decide between two equally
@@ -934,7 +988,7 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
         # --- the state: B sources still searched, W beginnings each, best first -----------------------------------
         source = torch.arange(len(src), device=src.device)  # (B,)  which row of `src` (it shrinks as sources finish)
         src_mask = padding_mask(src)  # (B,1,1,S)
-        limits = output_limits(model, src, extra_len)  # (B,)
+        limits = Limits.of(model, src, **limits)
         tokens = src.new_full((len(src), W, 1), BOS)  # (B,W,t)  t counts BOS
         # All W beginnings are the same at first. Only one may grow, or the beam would hold W copies of it for ever.
         log_prob = torch.full((len(src), W), -torch.inf, device=src.device)  # (B,W)
@@ -944,10 +998,9 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
         while len(source):
             B, _, t = tokens.shape
             # --- grow: all continuations of all beams of a source compete in one pool ------------------------------
-            step = next_log_probs(
-                model, tokens[:, :, -1].reshape(B * W, 1), src_mask, cache, (limits == t - 1).repeat_interleave(W)
-            )  # (B*W,V)
-            pool = (log_prob[:, :, None] + step.view(B, W, V)).flatten(1)  # (B,W*V)
+            step = model.next_log_probs(tokens[:, :, -1].reshape(B * W, 1), src_mask, cache).view(B, W, V)
+            limits.rule_out(step, tokens)
+            pool = (log_prob[:, :, None] + step).flatten(1)  # (B,W*V)
             # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
             pool_log_prob, index = pool.topk(2 * W)  # (B,2W), best first
             beam, token = index // V, index % V  # (B,2W) which beam it continues, and with what
@@ -979,7 +1032,7 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
             # continuation can displace it. At the limit every beginning has ended and log_prob is -inf. (NaN is not
             # above -inf either: a damaged model leaves here with nothing finished.) A beam of one is greedy search,
             # by definition: it follows the most probable token, and that was EOS.
-            bound = log_prob[:, 0] / length_penalty(limits + 1, alpha)  # (B,)
+            bound = log_prob[:, 0] / length_penalty(limits.most + 1, alpha)  # (B,)
             alive = [
                 reach > -math.inf and not (len(best) >= n_best and (best[-1].score >= reach or W == 1))
                 for best, reach in zip((finished[i] for i in source.tolist()), bound.tolist())
@@ -991,7 +1044,8 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
             cache.reorder(rows)
             if len(keep) < B:
                 cache.keep_sources(keep)
-                source, src_mask, limits = source[keep], src_mask[keep], limits[keep]
+                limits.keep_sources(keep)
+                source, src_mask = source[keep], src_mask[keep]
                 tokens, log_prob = tokens[keep], log_prob[keep]
     if not all(finished):
         raise ValueError(NOT_FINITE)
@@ -1003,31 +1057,39 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, extra_len=50):
 # Text is read by one rule and translated by one function, so that what validation measures is what a user gets.
 
 
-def translate(model, tokenizer, lines, beam_size=4, alpha=0.6, extra_len=50, batch_tokens=32768, on_too_long=None):
-    """Lines of text -> one line of text for each, in order.
+def search_lines(model, tokenizer, lines, n_best=1, prefix="", batch_tokens=32768, beam_size=4, search=None, **options):
+    """Lines of text -> for each a list of up to n_best (text, Hypothesis), best first, no text twice; of a blank line,
+    which never reaches the model, an empty list. `prefix` begins every translation; **options as beam_search has them.
 
-    A batch holds up to batch_tokens padded tokens of the longest output possible (extra_len more than the source) times
-    beams: that bounds the cache whatever the model says. A blank line gives a blank line and never reaches the model.
-    So does a line of more than max_len tokens (EOS included): on_too_long(line number from 0, tokens) is told; without
-    it a warning says so."""
-    out, rows, numbers = [""] * len(lines), [], []
-    for number, line in enumerate(lines):
-        ids = tokenizer.source.encode(line)
-        if len(ids) + 1 > model.config.max_len:
-            if on_too_long is None:
-                warnings.warn(f"line {number + 1} not translated: {len(ids) + 1} tokens, limit {model.config.max_len}")
-            else:
-                on_too_long(number, len(ids) + 1)
-        elif ids:
-            rows.append(ids + [EOS])
-            numbers.append(number)
-    lengths = [len(row) + extra_len for row in rows]
+    A batch holds up to batch_tokens padded tokens of the longest output possible (see Limits.of) times beams: that
+    bounds the cache whatever the model says. search(src, line numbers, **limits) takes the place of beam search.
+    Raises ValueError naming a line of more tokens than the model can read."""
+    rows = [tokenizer.source.encode(line) + [EOS] for line in lines]
+    for number, row in enumerate(rows, 1):
+        if len(row) > model.config.max_len:
+            raise ValueError(f"line {number} has {len(row)} tokens, the limit is {model.config.max_len}")
+    found, forced = [[] for _ in lines], tokenizer.encode(prefix)
+    wanted = [i for i, row in enumerate(rows) if len(row) > 1]
+    lengths = [len(rows[i]) + len(forced) + options.get("extra_len", 50) for i in wanted]
     sampler = TokenBatchSampler(lengths, lengths, max([batch_tokens // beam_size] + lengths))  # one row always fits
     for batch in sampler.epoch(0):
-        src = pad_rows([rows[i] for i in batch]).to(model.device)
-        for i, hypotheses in zip(batch, beam_search(model, src, beam_size, alpha, extra_len=extra_len)):
-            out[numbers[i]] = tokenizer.decode(hypotheses[0].tokens)
-    return out
+        numbers = [wanted[i] for i in batch]
+        src, rules = pad_rows([rows[i] for i in numbers]).to(model.device), dict(options, prefix=[forced] * len(batch))
+        if search is not None:
+            results = search(src, numbers, **rules)
+        else:  # several token sequences may be one text: ask for more than are wanted
+            results = beam_search(model, src, beam_size, n_best=1 if n_best == 1 else beam_size, **rules)
+        for i, hypotheses in zip(numbers, results):
+            texts = {}
+            for h in hypotheses:
+                texts.setdefault(tokenizer.decode(h.tokens), h)
+            found[i] = list(texts.items())[:n_best]
+    return found
+
+
+def translate(model, tokenizer, lines, **options):
+    """Lines of text -> one line of text for each, in order; options as search_lines has them."""
+    return [found[0][0] if found else "" for found in search_lines(model, tokenizer, lines, **options)]
 
 
 def read_lines(file, errors="strict"):
@@ -1098,15 +1160,22 @@ def pick_device(name):
     return torch.device(name)
 
 
-def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
-    """True negative log-likelihood of targets given sources, in nats, summed -> (nll, tokens with EOS)."""
-    nll = tokens = 0
-    lengths = src_rows.lengths + 1, tgt_rows.lengths + 1
+def score_pairs(model, src_rows, tgt_rows, batch_tokens=8192):
+    """For each pair the log-probabilities, in nats, of its target's tokens and EOS, given the source: as the search
+    would give them (a list of float lists)."""
+    out, lengths = [None] * len(src_rows), (src_rows.lengths + 1, tgt_rows.lengths + 1)
     with evaluation(model):
         for batch in TokenBatchSampler(*lengths, max(batch_tokens, *(x.max() for x in lengths))).epoch(0):
-            sums = training_loss(model, *(x.to(model.device) for x in collate(src_rows, tgt_rows, batch)), 0.0)
-            nll, tokens = nll + sums.nll.item(), tokens + sums.tokens
-    return nll, tokens
+            log_probs = model.label_log_probs(*(x.to(model.device) for x in collate(src_rows, tgt_rows, batch)))
+            for i, row in zip(batch, log_probs.tolist()):
+                out[i] = row[: lengths[1][i]]
+    return out
+
+
+def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
+    """True negative log-likelihood of targets given sources, in nats, summed -> (nll, tokens with EOS)."""
+    scores = score_pairs(model, src_rows, tgt_rows, batch_tokens)
+    return -math.fsum(map(math.fsum, scores)), sum(map(len, scores))
 
 
 def perplexity(nll, tokens):
