@@ -191,19 +191,17 @@ def attention(query, key, value, mask=None, causal=False):
 
 @dataclass
 class LayerCache:
-    memory: tuple  # keys, values (B,H,S,K)
-    key: torch.Tensor | None = None  # (B*W,H,t,K)
-    value: torch.Tensor | None = None
+    memory: torch.Tensor  # (2,B,H,S,K) keys and values of the sources
+    tokens: torch.Tensor | None = None  # (2,B*W,H,t,K) keys and values of the target tokens
 
     @property
     def length(self):
-        return 0 if self.key is None else self.key.shape[2]
+        return 0 if self.tokens is None else self.tokens.shape[3]
 
-    def append(self, key, value):
-        if self.key is not None:
-            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)  # (B*W,H,t+T,K)
-        self.key, self.value = key, value
-        return key, value
+    def append(self, new):
+        """new (2,B*W,H,T,K) -> all so far, (2,B*W,H,t+T,K)"""
+        self.tokens = new if self.tokens is None else torch.cat([self.tokens, new], 3)
+        return self.tokens
 
 
 @dataclass
@@ -220,12 +218,12 @@ class Cache:
     def reorder(self, rows):
         """Row r continues what was row rows[r]: (B*W,) indices."""
         for layer in self.layers:
-            layer.key, layer.value = layer.key.index_select(0, rows), layer.value.index_select(0, rows)
+            layer.tokens = layer.tokens.index_select(1, rows)
 
     def keep_sources(self, sources):
         """Only these of the B sources stay. The memory is touched here and nowhere else."""
         for layer in self.layers:
-            layer.memory = tuple(x.index_select(0, sources) for x in layer.memory)
+            layer.memory = layer.memory.index_select(1, sources)
 
 
 class MultiHeadAttention(nn.Module):
@@ -236,10 +234,10 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(d_model, d_model)  # W^O
 
     def split(self, x, parts):
-        """(B,L,parts*D) -> `parts` tensors (B,H,L,K). View before transpose: a view straight to (B,H,L,K) has the
-        same shape and mixes positions with heads."""
+        """(B,L,parts*D) -> (parts,B,H,L,K). View before transpose: a view straight to (B,H,L,K) has the same shape and
+        mixes positions with heads."""
         B, L, _ = x.shape
-        return x.view(B, L, parts, self.n_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (parts,B,H,L,K)
+        return x.view(B, L, parts, self.n_heads, -1).permute(2, 0, 3, 1, 4)
 
     def merge(self, heads):
         """(B,H,T,K) -> (B,T,D), then W^O."""
@@ -248,19 +246,19 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x, mask=None, causal=False, cache=None):
         """Self-attention. x (B,T,D) -> (B,T,D). With a cache, x holds the newest T tokens only, and the keys and
         values of the earlier ones come out of the cache instead of being computed again."""
-        query, key, value = self.split(self.qkv(x), 3)
+        query, key, value = qkv = self.split(self.qkv(x), 3)  # (B,H,T,K) each
         if cache is not None:
-            key, value = cache.append(key, value)  # (B,H,t+T,K), t tokens before these
+            key, value = cache.append(qkv[1:])  # (B,H,t+T,K), t tokens before these
         return self.merge(attention(query, key, value, mask, causal))
 
     def memory_keys_values(self, memory):
-        """What cross-attention needs of the memory (B,S,D): keys and values, (B,H,S,K) each. They are the same for
-        every target token, so a search computes them once."""
+        """What cross-attention needs of the memory (B,S,D): keys and values, (2,B,H,S,K). They are the same for every
+        target token, so a search computes them once."""
         D = memory.shape[-1]
         return self.split(F.linear(memory, self.qkv.weight[D:], self.qkv.bias[D:]), 2)
 
     def cross(self, x, keys_values, mask):
-        """Cross-attention. x (B*W,T,D), keys and values (B,H,S,K), mask (B,1,1,S) -> (B*W,T,D).
+        """Cross-attention. x (B*W,T,D), keys and values (2,B,H,S,K), mask (B,1,1,S) -> (B*W,T,D).
 
         Queries do not see one another here, so the W beams of one source may stand side by side as W*T queries of
         that source: the memory is never copied for each beam. In training W is 1 and the reshape does nothing."""
@@ -919,15 +917,17 @@ class Limits:
 
     def rule_out(self, log_probs, tokens):
         """log_probs (B,W,V) of what follows tokens (B,W,t), which begin with BOS: -inf, in place, for what may not."""
-        n = tokens.shape[2] - 1  # said so far
-        # The only token that may come, for each source; PAD where there is a choice.
+        n, P = tokens.shape[2] - 1, self.prefix.shape[1]  # n said so far
+        # The only token that may come next, for each source; PAD where there is a choice.
         only = torch.where(self.most == n, EOS, PAD)  # (B,)
-        if n < self.prefix.shape[1]:
+        if n < P:
             only = torch.where(self.prefix[:, n] != PAD, self.prefix[:, n], only)
-        rows = (only != PAD).nonzero().flatten()  # (b,)
-        chosen = only[rows, None, None].expand(-1, tokens.shape[1], 1)  # (b,W,1)
-        kept = log_probs[rows].gather(2, chosen)  # (b,W,1) before any other rule strikes it
-        log_probs[:, :, [PAD, BOS]] = -torch.inf
+        forced = only.any()
+        if forced:
+            rows = only.nonzero().flatten()  # (b,)
+            chosen = only[rows, None, None].expand(-1, tokens.shape[1], 1)  # (b,W,1)
+            kept = log_probs[rows].gather(2, chosen)  # (b,W,1) before any other rule strikes it
+        log_probs[:, :, PAD : BOS + 1] = -torch.inf
         if (self.least > n).any():
             log_probs[:, :, EOS].masked_fill_((self.least > n)[:, None], -torch.inf)
         N = self.no_repeat_ngram
@@ -936,7 +936,7 @@ class Limits:
             begun = tokens[:, :, n + 2 - N :]  # (B,W,N-1) the one that the next token completes
             again = (grams[..., :-1] == begun[:, :, None]).all(-1)  # (B,W,n-N+1)
             log_probs.scatter_(2, grams[..., -1].masked_fill(~again, PAD), -torch.inf)
-        if len(rows):
+        if forced:
             log_probs[rows] = torch.full_like(log_probs[rows], -torch.inf).scatter_(2, chosen, kept)
 
 

@@ -21,6 +21,7 @@ import select
 import stat
 import sys
 import time
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -596,7 +597,9 @@ def draw_attention(path, weights, src, tgt, layer, head):
         ax.set_xticks(range(len(src)), labels[0], rotation=90)
         ax.set_yticks(range(len(tgt)), labels[1])
     try:
-        figure.savefig(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of glyphs: the labels of an .svg are not drawn here
+            figure.savefig(path, bbox_inches="tight")
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be drawn: {error}") from None
     finally:
