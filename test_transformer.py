@@ -1912,10 +1912,13 @@ def test_saves_by_the_clock(corpus, tmp_path, monkeypatch):
     )
     flags = ["--data", str(corpus), *TINY, "--steps", "4", "--eval-every", "4"]
     assert train.main([*flags, "--save-every", "0.00000001m", "--out", str(tmp_path / "a")]) == 0
-    assert [step for name, step in saved if name == "last.pt"] == [1, 2, 3, 4, 4]
+    assert [step for name, step in saved if name == "last.pt"] == [0, 1, 2, 3, 4, 4]
     saved.clear()
     assert train.main([*flags, "--save-every", "10m", "--out", str(tmp_path / "b")]) == 0
-    assert [step for name, step in saved if name == "last.pt"] == [4, 4]
+    assert [step for name, step in saved if name == "last.pt"] == [0, 4, 4]
+    saved.clear()
+    assert train.main([*flags, "--steps", "7", "--save-every", "3", "--out", str(tmp_path / "c")]) == 0
+    assert [step for name, step in saved if name == "last.pt"] == [0, 3, 4, 6, 7, 7]
 
 
 def test_what_a_resume_may_change(corpus, tmp_path, capfd):

@@ -8,6 +8,11 @@ transformer.py.
     torchrun --nproc_per_node 2 train.py ...           several processes or machines
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while all this is imported ends it without a traceback
+
 import argparse
 import csv
 import ctypes
@@ -25,7 +30,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -209,7 +213,7 @@ def not_empty(text):
 
 def steps_or_minutes(text):
     """500 -> 500; 10m -> 10m"""
-    if not re.fullmatch(r"[1-9]\d{0,8}|\d{1,6}(\.\d+)?m", text):
+    if not re.fullmatch(r"[1-9]\d{0,8}|\d{1,6}(\.\d+)?m", text) or text.endswith("m") and float(text[:-1]) == 0:
         raise argparse.ArgumentTypeError(f"{text} is neither a number of updates (500) nor of minutes (10m)")
     return text if text.endswith("m") else int(text)
 
@@ -228,6 +232,13 @@ def check_sources(given):
     if "dataset" in given and os.path.isfile(given["dataset"]):
         raise ValueError(f"{given['dataset']} is a file: give it as --data")
     return sources
+
+
+def check_numbers(given):
+    if given.get("average") == 1:
+        raise ValueError("--average needs at least 2 checkpoints")
+    if "steps" in given and "epochs" in given:
+        raise ValueError("--steps and --epochs exclude each other")
 
 
 def settings_of(given):
@@ -249,8 +260,7 @@ def settings_of(given):
     for name in ("dataset_config", "dataset_split", "val_split"):
         if name in given and "dataset" not in given:
             raise ValueError(f"--{name.replace('_', '-')} needs --dataset")
-    if given.get("average") == 1:
-        raise ValueError("--average needs at least 2 checkpoints")
+    check_numbers(given)
     if "src_field" in given and given["src_field"] == given["tgt_field"]:
         raise ValueError(f"--src-field and --tgt-field are both {given['src_field']!r}")
     sizes = {"preset", "d_model", "n_heads", "d_ff", "n_layers", "norm", "max_len"}
@@ -877,12 +887,13 @@ class Corpus:
             yield
 
     def build_anew(self, root, key):
-        for stale in root.glob("*.tmp"):  # of a process that was killed: it holds no lock any more
-            if re.fullmatch("[0-9a-f]{32}", stale.stem) and fcntl is not None:
-                with suppress(BlockingIOError), locked(stale.with_suffix(".lock"), wait=stale.stem == self.folder.stem):
-                    shutil.rmtree(stale)
         temporary = self.folder.with_suffix(".tmp")
-        temporary.mkdir(exist_ok=True)
+        for stale in root.glob("*.tmp"):  # of a process that was killed: it holds no lock any more
+            if re.fullmatch("[0-9a-f]{32}", stale.stem) and stale != temporary and fcntl is not None:
+                with suppress(BlockingIOError), locked(stale.with_suffix(".lock"), wait=False):
+                    shutil.rmtree(stale)
+        shutil.rmtree(temporary, ignore_errors=True)  # this one's lock is ours
+        temporary.mkdir()
         try:
             self.build(temporary)
             if self.key() != key:
@@ -1169,6 +1180,8 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if self.size > 1 else 0
         self.device = tf.pick_device(device)
         if self.size > 1:
+            if sys.platform == "linux":  # if torchrun is killed, it cannot end us: the kernel then sends SIGTERM
+                ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
             if self.device.type == "cuda":
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(self.device)
@@ -1216,8 +1229,11 @@ class Objective(torch.nn.Module):
         return sums.smoothed, sums.nll
 
 
-def out_of_memory(error):
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and "memory" in str(error)
+# All that changes while a run trains, and all that its checkpoint needs beside weights, optimizer and fp16's scale.
+STATE = dict(
+    step=0, batches=0, batches_an_epoch=0, skipped=0, spikes=0, norms=[], interval=[0.0, 0.0, 0], seconds=0.0,
+    best=None, stale=0, due=False, finished=False,
+)  # fmt: skip
 
 
 class Run:
@@ -1229,33 +1245,17 @@ class Run:
         self.order = None, None  # an epoch and its batches
         self.too_large = math.inf  # padded tokens of a batch that memory was not enough for
         self.last_is_whole = True  # if not, it must not take the place of previous.pt
+        self.torn = False  # whether metrics.jsonl may end in half a line
         self.syncing = False  # within a backward pass that other processes wait for
-        # All that changes while it trains, and all that a checkpoint needs beside weights and optimizer:
-        self.state = dict(
-            step=0,
-            batches=0,
-            skipped=0,
-            best=None,
-            stale=0,
-            interval=[0.0, 0.0, 0],
-            seconds=0.0,
-            finished=False,
-            norms=[],
-            spikes=0,
-        )
+        self.state = dict(STATE)
         self.device = ranks.device
         if "threads" in settings:
             torch.set_num_threads(settings["threads"])
         self.log_file, self.board, self.resources = None, None, ExitStack()
         if ranks.rank > 0 or dry_run:
             return
-        if not resuming and any((self.folder / name).exists() for name in ("last.pt", "previous.pt")):
+        if not resuming and next(self.folder.glob("*.pt"), None):
             raise ValueError(f"{self.folder} holds a run already: {self.command()}, or choose another --out")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self.resources.enter_context(locked(self.folder / ".lock", wait=False))
-        except BlockingIOError:
-            raise ValueError(f"another process trains in {self.folder}") from None
         for stale in self.folder.glob(".*.tmp"):  # of a save that was killed
             stale.unlink()
         if not resuming:
@@ -1270,16 +1270,17 @@ class Run:
             self.board = self.resources.enter_context(SummaryWriter(str(self.folder / "tensorboard")))
 
     def close(self):
-        self.resources.close()
+        with suppress(OSError):  # what a full disk does not take of the log
+            self.resources.close()
         if self.ranks.size > 1:
             dist.destroy_process_group()
 
     def command(self):
         return f"python train.py --resume {shlex.quote(str(self.folder))}"
 
-    def log(self, text):
+    def log(self, text, from_all=False):
         """To stderr and train.log. A reader that has gone or a disk that is full must not end the training."""
-        for file in filter(None, (sys.stderr, self.log_file)) if self.ranks.rank == 0 else ():
+        for file in filter(None, (sys.stderr, self.log_file)) if self.ranks.rank == 0 or from_all else ():
             try:
                 print(text, file=file, flush=True)
             except OSError:
@@ -1302,11 +1303,11 @@ class Run:
             self.last_is_whole = rest["read_from"] == "last.pt"
         elif "init_from" in s:
             self.model, self.tokenizer, _ = tf.load_checkpoint(s["init_from"])
-            if "dropout" in s:
-                self.model.set_dropout(s["dropout"])
-            s.update(asdict(self.model.config))
         elif "tokenizer" in s:
             self.tokenizer = read_tokenizer(s["tokenizer"])
+        if self.tokenizer is not None and "tokenizer" not in s:  # a model came with it
+            self.model.set_dropout(s.get("dropout", self.model.config.dropout))
+            s.update(asdict(self.model.config))
         # no pair may be larger than a batch
         limit, cache = min(s["max_len"], s["batch_tokens"]), s.get("cache", self.folder.parent / "cache")
         self.corpus = corpus = Corpus(s, cache, limit, self.tokenizer, self.log)
@@ -1330,24 +1331,39 @@ class Run:
         )
         corpus.stages["batches"] = time.perf_counter() - start, memory_mb(torch.device("cpu"))
         self.batches = s["accumulate"] * self.ranks.size  # in an update
-        if "epochs" in s:
-            s["steps"] = max(1, math.ceil(s["epochs"] * len(self.sampler) / self.batches))
         self.objective = Objective(self.model, s["label_smoothing"])
         if self.ranks.size > 1:
-            if any(x != corpus.fingerprint for x in self.ranks.all(corpus.fingerprint)):
-                raise ValueError("the data differ between the processes: their fingerprints do")
             self.objective = DistributedDataParallel(self.objective, forward_sync_buffers=False)
         self.optimizer = tf.adam(self.model)
         # fp16 ends at 6e-8: gradients are scaled up before the backward pass and down again before they are clipped
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=s["precision"] == "fp16")
+        old = {}
         if resume is not None:
+            old = rest["flags"]
             if rest["data_fingerprint"] != corpus.fingerprint:
-                raise ValueError(f"the data are not those that {self.folder} was trained on: their fingerprint differs")
+                changed = [name for name in ("seed", "batch_tokens") if s[name] != old[name]]
+                why = {"seed": "it splits off validation", "batch_tokens": "it decides which pairs are too long"}
+                raise ValueError(
+                    f"the data are not those that {self.folder} was trained on: their fingerprint differs"
+                    + "".join(f"; --{name.replace('_', '-')} has changed, and {why[name]}" for name in changed)
+                )
             self.optimizer.load_state_dict(rest["optimizer"])
-            self.scaler.load_state_dict(rest["scaler"])
+            if rest["scaler"] and s["precision"] == "fp16":
+                self.scaler.load_state_dict(rest["scaler"])
             self.state = rest["state"]
-            epochs_done = self.state["batches"] / self.state.pop("batches_an_epoch", len(self.sampler))
+            epochs_done = self.state["batches"] / (self.state["batches_an_epoch"] or 1)
             self.state["batches"] = round(epochs_done * len(self.sampler))
+            if s["best_by"] != old["best_by"]:  # another measure knows no best yet
+                self.state |= dict(best=None, stale=0)
+            elif any(s.get(name) != old.get(name) for name in BREAKS_EXACTNESS) and (self.folder / "best.pt").exists():
+                best = tf.load_checkpoint(self.folder / "best.pt")[2]["state"]["best"]  # perhaps of a later step
+                self.state["best"] = max((x for x in (best, self.state["best"]) if x is not None), default=None)
+        same_pace = [s.get(name) == old.get(name) for name in ("epochs", "accumulate", "batch_tokens", "processes")]
+        if "epochs" in s and not all(same_pace):
+            left = s["epochs"] * len(self.sampler) - self.state["batches"]
+            s["steps"] = max(1, self.state["step"] + math.ceil(left / self.batches))
+        if self.ranks.size > 1 and len(set(self.ranks.all((corpus.fingerprint, self.state["step"])))) > 1:
+            raise ValueError("the processes differ: not all have the same data, or the same checkpoint")
         self.state["batches_an_epoch"] = len(self.sampler)
         self.report()
 
@@ -1445,13 +1461,15 @@ class Run:
         row["minutes"] = self.state["seconds"] / 60
         try:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write("\n" * self.torn + json.dumps(row) + "\n")
+            self.torn = False
             if self.board is not None:
                 for name, value in row.items():
                     if isinstance(value, (int, float)) and name != "step":
                         self.board.add_scalar(f"{row.get('kind', 'train')}/{name}", value, row["step"])
                 self.board.flush()
         except OSError as error:
+            self.torn = True  # half a line may stand there
             self.log(
                 f"warning: {error.filename or 'metrics.jsonl'}: {error.strerror}; these numbers are only in the log"
             )
@@ -1466,13 +1484,16 @@ class Run:
         if self.ranks.rank > 0:
             return
         path, kept = self.folder / "metrics.jsonl", []
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
             try:
-                kept += [line + "\n"] if json.loads(line)["step"] <= self.state["step"] else []
-            except ValueError:
+                row = json.loads(line)
+                # an unfinished run does its end anew
+                ending = row.get("kind") in ("average", "best") and not self.state["finished"]
+                kept += [line + "\n"] if row["step"] < self.state["step"] + (not ending) else []
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 pass
         tf.write_atomically(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
-        for path in self.folder.glob("step-*.pt"):
+        for path in self.folder.glob("step-" + 8 * "[0-9]" + ".pt"):
             if int(path.stem.removeprefix("step-")) > self.state["step"]:
                 path.unlink()
 
@@ -1503,10 +1524,10 @@ class Run:
         if optimizer:
             rest |= dict(optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
             previous = self.folder / "previous.pt" if self.last_is_whole else None
+            self.saved_at = time.perf_counter()
         try:
             tf.save_checkpoint(self.folder / name, self.model, self.tokenizer, previous, **rest)
-            if optimizer:
-                self.last_is_whole, self.saved_at = True, time.perf_counter()
+            self.last_is_whole = self.last_is_whole or optimizer
         except OSError as error:
             old = "the older file stays" if (self.folder / name).exists() else "there is no older one"
             self.log(f"warning: {error}; {old}; training goes on")
@@ -1517,7 +1538,8 @@ class Run:
 
     def update(self):
         """Forward, backward, one step of Adam. -> sums over the update, gradient norm (of the mean loss), rate; or None
-        if a number was not finite, in which case nothing has changed but the position in the data."""
+        if a number was not finite, in which case nothing has changed but the position in the data (and fp16's scale).
+        """
         s, state, ranks = self.settings, self.state, self.ranks
         step, batches = state["step"] + 1, []
         for i in range(state["batches"], state["batches"] + self.batches):
@@ -1554,7 +1576,7 @@ class Run:
                 try:
                     sums = self.backward(batch, tokens, last=i == len(batches) - 1)
                 except (RuntimeError, MemoryError) as error:
-                    if not out_of_memory(error):
+                    if not tf.out_of_memory(error):
                         raise
                     break
                 smoothed, nll = smoothed + sums[0], nll + sums[1]
@@ -1564,7 +1586,8 @@ class Run:
             shape = f"a batch of {len(batch)} pairs of up to {src} and {tgt} tokens"
             if len(batch) == 1 or self.syncing:
                 raise MemoryError(f"{shape}; use less --batch-tokens and more --accumulate")
-            self.log(f"warning: out of memory with {shape}: cut in two from now on; less --batch-tokens avoids it")
+            warning = f"warning: out of memory with {shape}: cut in two from now on; less --batch-tokens avoids it"
+            self.log(warning, from_all=True)
             self.too_large = min(self.too_large, len(batch) * max(src, tgt))
             self.optimizer.zero_grad()
             if self.device.type == "cuda":
@@ -1596,14 +1619,16 @@ class Run:
 
     def agree(self, sums=()):
         """-> the sums over all processes; and all learn of a signal that one of them has heard."""
-        heard = [float(self.signal == number) for number in SIGNALS]
-        totals = self.ranks.total([*sums, *heard])
+        signals = [float(self.signal == number) for number in SIGNALS]
+        totals = self.ranks.total([*sums, *signals])
         for number, n in zip(SIGNALS, totals[len(sums) :]):
             self.stop = number if n and not self.stop else self.stop
         return totals[: len(sums)]
 
     def try_largest_batch(self):
-        """On an accelerator memory should be too small now, not in an hour."""
+        """If memory is too small for it, that should be known now, not in an hour. And with several processes, a
+        gradient that is thrown away: DistributedDataParallel orders its sums by the first one that it sees, and a
+        resumed run must add in the order of the unbroken one."""
         batches = self.sampler.epoch(0)
         sizes = [len(b) * max(self.sampler.src_lengths[b].max(), self.sampler.tgt_lengths[b].max()) for b in batches]
         self.gradient([batches[int(np.argmax(sizes))]], 1, step=0)
@@ -1618,14 +1643,16 @@ class Run:
     # The loop around it.
 
     def train(self):
-        s, state, first = self.settings, self.state, self.ranks.rank == 0
+        s, state = self.settings, self.state
         self.model.train()
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self.ranks.size > 1:
             self.try_largest_batch()
         failures, start, start_step = 0, time.perf_counter(), state["step"]
         self.began = start - state["seconds"]  # as if the run had never been interrupted
         self.saved_at = since = start
         heard = 0  # target tokens since the last log line, which was at `since`
+        self.validate_if_due()
+        state = self.state
         while state["step"] < s["steps"] and not self.out_of_patience():
             result = self.update()
             if result is None:
@@ -1637,7 +1664,9 @@ class Run:
                         "ten updates in a row were not finite; the last checkpoint is untouched. Try a smaller "
                         "--rate-scale, more --warmup-steps, a smaller --clip or --norm pre"
                     )
-                continue
+                if not self.stop:
+                    continue
+                self.leave()
             failures = 0
             smoothed, nll, tokens, norm, rate = result
             state["interval"] = [total + x for total, x in zip(state["interval"], (smoothed, nll, tokens))]
@@ -1666,22 +1695,38 @@ class Run:
                 )
                 self.metric(row)
                 state["interval"], since, heard = [0.0, 0.0, 0], now, 0
-            evaluate = step % s["eval_every"] == 0 or step == s["steps"]
-            if evaluate:
+            state["due"] = step % s["eval_every"] == 0 or step == s["steps"]
+            save = state["due"] or self.save_is_due()
+            if not self.stop:  # or there may be no time for it: it is the first thing after a resume
                 pause = time.perf_counter()
-                if first:
-                    self.checkpoint_validation(self.validate())
-                self.state = state = self.ranks.from_first(state)
-                self.agree()  # it may have taken long
+                self.validate_if_due()
+                state = self.state
                 start, since = (t + time.perf_counter() - pause for t in (start, since))  # not training time
-            if evaluate or self.stop or self.save_is_due():  # after validation: the best score belongs to it
-                self.save("last.pt")
             if self.stop:
-                self.ranks.meet()  # nobody leaves before the save: torchrun ends the others when one does
-                self.log(f"stopped by a signal at step {step}; go on with: {self.command()}")
-                raise SystemExit(128 + self.stop)
+                self.leave()
+            if save:  # after validation: the best score belongs to it
+                self.save("last.pt")
+        self.agree()
+        if self.stop:
+            self.leave()
         if self.out_of_patience():
             self.log(f"no better {s['best_by']} for {s['patience']} validations: stopping early")
+
+    def validate_if_due(self):
+        if self.state["due"]:
+            self.state["due"] = False
+            if self.ranks.rank == 0:
+                self.checkpoint_validation(self.validate())
+            self.state = self.ranks.from_first(self.state)
+            self.agree()  # it may have taken long
+
+    def leave(self):
+        """After a signal: save, and let nobody go before it is done (torchrun ends the others when one has gone)."""
+        saved = self.save("last.pt")
+        self.ranks.meet()
+        what = "" if saved else " (which could not be saved)"
+        self.log(f"stopped by a signal at step {self.state['step']}{what}; go on with: {self.command()}")
+        raise SystemExit(128 + self.stop)
 
     def save_is_due(self):
         every = self.settings["save_every"]
@@ -1704,40 +1749,54 @@ class Run:
         state, keep = self.state, max(self.settings["keep"], self.settings["average"])
         if keep:
             self.save(f"step-{state['step']:08}.pt", optimizer=False)
-            for old in sorted(self.folder.glob("step-*.pt"))[:-keep]:
+            for old in sorted(self.folder.glob("step-" + 8 * "[0-9]" + ".pt"))[:-keep]:
                 old.unlink(missing_ok=True)
         state["stale"] = 0 if self.keep_if_best(scores) else state["stale"] + 1
 
     def finish(self):
-        """Averaging, the verdict on the best checkpoint, and what to try next. -> exit status"""
+        """Averaging, the verdict on the best checkpoint, and what to try next. -> exit status. Killed in here, it is
+        done again on resume: the run is finished when last.pt says so, at the end."""
+        for each in SIGNALS:  # the run is saved: there is nothing to finish first
+            if signal.getsignal(each) not in (signal.SIG_IGN, None):
+                signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
         paths = sorted(self.folder.glob("step-*.pt"))[-self.settings["average"] :] if self.settings["average"] else []
+        last, status = self.model, 0
+        paths = [path for path in paths if self.is_whole(path)]
         if len(paths) > 1:
             self.log(f"average of the last {len(paths)} checkpoints:")
-            last, self.model = self.model, tf.average_checkpoints(paths, self.device)[0]
+            self.model = tf.average_checkpoints(paths, self.device)[0]
             self.keep_if_best(self.validate("average", samples=0))
             self.save("average.pt", optimizer=False)  # in any case: one validation set is a noisy judge
-            self.model = last
-        self.state["finished"] = True
-        self.save("last.pt")  # with the best score so far: a longer run has to beat it
         best, step = self.folder / "best.pt", self.state["step"]
-        if best.exists():
+        try:
             self.model, _, rest = tf.load_checkpoint(best, self.device)
             step = rest["state"]["step"]
-        else:
-            self.log("warning: best.pt could not be saved or was removed; the last weights stand in for it")
+        except (OSError, ValueError) as error:
+            self.model = last
+            self.log(f"warning: {tf.explain(error)}: the last weights stand in for the best")
         scores = self.validate("best", step, samples=10)
         if "overfit" in self.settings:
-            done = scores["exact"] == 1.0
-            self.log(
-                f"{'memorised' if done else 'NOT memorised'}: {scores['exact']:.0%} of "
-                f"{len(self.corpus.val_pairs)} pairs come back exactly"
-            )
-            return 0 if done else 1
-        self.publish(scores)
-        self.log(
-            f"try: python translate.py --checkpoint {shlex.quote(str(best))} {shlex.quote(self.corpus.val_pairs[0][0])}"
-        )
-        return 0
+            status = 0 if scores["exact"] == 1.0 else 1
+            n = len(self.corpus.val_pairs)
+            self.log(f"{'NOT ' * status}memorised: {scores['exact']:.0%} of {n} pairs come back exactly")
+        else:
+            self.publish(scores)
+            source = shlex.quote(self.corpus.val_pairs[0][0])
+            self.log(f"try: python translate.py --checkpoint {shlex.quote(str(best))} {source}")
+        self.model, self.state["finished"] = last, True
+        saved = self.save("last.pt")  # with the best score so far: a longer run has to beat it
+        if not saved and not best.exists():
+            self.log("nothing could be saved: all of it is lost")
+            return 1
+        return status
+
+    def is_whole(self, path):
+        try:
+            tf.load_checkpoint(path)
+        except (OSError, ValueError) as error:
+            self.log(f"warning: {tf.explain(error)}: left out of the average")
+            return False
+        return True
 
     def publish(self, scores):
         """In the folder above: a table of runs, best first, and a link to the newest best checkpoint."""
@@ -1750,12 +1809,14 @@ class Run:
         )
         try:
             rows = json.loads(board.read_text(encoding="utf-8")) if board.exists() else []
+            if not isinstance(rows, list):
+                raise ValueError("not a table")
             rows = [old for old in rows if old["run"] != row["run"]] + [row]
             rows.sort(key=lambda r: (r["data_fingerprint"], -r["chrf"]))  # scores on other data cannot be compared
             tf.write_atomically(
                 board, lambda path: path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self.log(f"{board} is not a leaderboard of this program, and is left alone")
         except OSError as error:
             self.log(f"warning: {board}: {error.strerror}")
@@ -1769,6 +1830,22 @@ class Run:
 
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextmanager
+def run_folder(path, dry_run):
+    """Keep other runs out of this folder while this one is in it: made if it is not there, and locked by rank 0."""
+    folder = Path(path)
+    if dry_run or n_processes() > 1 and os.environ["RANK"] != "0":
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / ".lock", wait=False))
+        except BlockingIOError:
+            raise ValueError(f"another process trains in {folder}") from None
+        yield
 
 
 def handle_signals(run):
@@ -1790,33 +1867,48 @@ def handle_signals(run):
             pass
 
     for each in SIGNALS:
-        signal.signal(each, stop)
+        if signal.getsignal(each) is not signal.SIG_IGN:  # nohup wants a hang-up to be ignored
+            run.resources.callback(signal.signal, each, signal.signal(each, stop))
+
+
+def resume_paths(path):
+    """--resume's folder, or file -> the checkpoints to try, in this order."""
+    path = Path(path)
+    return [path] if path.is_file() else [path / "last.pt", path / "previous.pt"]
 
 
 def resume_settings(given):
     """-> settings of a stopped run with the allowed changes, its checkpoint (None if it has none yet), and what to tell
     the user."""
-    folder = Path(given.pop("resume"))
-    paths = [folder / "last.pt", folder / "previous.pt"] if folder.is_dir() else [folder]
+    paths = resume_paths(given.pop("resume"))
     folder, notes, checkpoint = paths[0].parent, [], None
     allow = given.pop("allow_changes", False)
     for path in paths:
         try:
             checkpoint = tf.load_checkpoint(path)
+            rest = checkpoint[2]
+            if not {"optimizer", "scaler", "state", "flags", "data_fingerprint"} <= set(rest):
+                raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
+            if set(rest["state"]) != set(STATE):
+                raise ValueError(f"{path} is of another version of this program; --init-from takes its weights")
+            rest["read_from"] = path.name
             break
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
+            checkpoint = None
             notes.append(f"warning: {tf.explain(error)}")
     if checkpoint is not None:
-        if not {"optimizer", "state", "flags", "data_fingerprint"} <= set(checkpoint[2]):
-            raise ValueError(f"{path} is not the last.pt of a run: there is nothing to go on from")
-        settings, checkpoint[2]["read_from"] = checkpoint[2]["flags"], path.name
+        settings = rest["flags"]
         notes += [f"going on from {path.name} instead"] if notes else []
-    elif (folder / "config.json").exists() and not list(folder.glob("*.pt")):
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    elif (folder / "config.json").exists() and not next(folder.glob("*.pt"), None):
+        try:
+            settings = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{folder / 'config.json'} is damaged, and there is no checkpoint: {error}") from None
         notes = [f"{folder} has no checkpoint yet: starting from the beginning"]
     else:
-        raise ValueError(notes[0].removeprefix("warning: "))
+        raise ValueError("; ".join(note.removeprefix("warning: ") for note in notes))
     settings = dict(settings, out=str(folder))
+    check_numbers(given)
     given = expand_files(given)
     if check_sources(given):  # the same pairs from elsewhere
         settings = {name: value for name, value in settings.items() if name not in ("tgt", *SOURCES)}
@@ -1844,39 +1936,47 @@ def resume_settings(given):
 
 def main(argv=None):
     tf.prepare_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     given = parse_arguments(argv)
     given["processes"] = n_processes()
     try:
-        if "steps" in given and "epochs" in given:
-            raise ValueError("--steps and --epochs exclude each other")
         if "allow_changes" in given and "resume" not in given:
             raise ValueError("--allow-changes needs --resume")
         dry_run, checkpoint, notes = given.pop("dry_run", False), None, []
-        if "resume" in given:
-            settings, checkpoint, notes = resume_settings(given)
-        else:
-            settings = settings_of(given)
-        keep_freed_memory()
-        with closing(Run(settings, Ranks(settings["device"]), checkpoint is not None, dry_run)) as run:
+        with ExitStack() as stack:
+            if "resume" in given:
+                folder = resume_paths(given["resume"])[0].parent
+                if (folder / "config.json").exists():  # locked before it is read
+                    stack.enter_context(run_folder(folder, dry_run))
+                settings, checkpoint, notes = resume_settings(given)
+            else:
+                settings = settings_of(given)
+                stack.enter_context(run_folder(settings["out"], dry_run))
+            keep_freed_memory()
+            run = stack.enter_context(
+                closing(Run(settings, Ranks(settings["device"]), checkpoint is not None, dry_run))
+            )
             for note in notes:
                 run.log(note)
+            if checkpoint is None and not dry_run:
+                run.write_settings()  # a run killed while its data are prepared can begin again
             run.prepare(checkpoint)
             if dry_run:
                 run.log("dry run: no training; the prepared data stay for the run")
                 return 0
             if checkpoint is None:
                 run.write_settings()
+                run.save("last.pt")  # from here on it can be resumed
             else:
                 run.log(f"resumed at step {run.state['step']}")
                 if run.state["finished"] and (run.state["step"] >= settings["steps"] or run.out_of_patience()):
                     run.log(f"already at step {run.state['step']} of {settings['steps']}; raise --steps to go on")
                     return 0
-                run.state["finished"] = False
                 run.forget_later()
+                run.state["finished"] = False
             handle_signals(run)
             run.train()
-            for each in SIGNALS:  # the run is saved: there is nothing left to finish first
-                signal.signal(each, signal.SIG_DFL)
             status = run.ranks.from_first(run.finish() if run.ranks.rank == 0 else None)
             run.ranks.meet()
             return status
@@ -1885,7 +1985,7 @@ def main(argv=None):
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         process = f"process {os.environ['RANK']}: " if given["processes"] > 1 else ""
-        if process and isinstance(error, RuntimeError) and not out_of_memory(error) and "onnection" in str(error):
+        if process and isinstance(error, RuntimeError) and not tf.out_of_memory(error) and "onnection" in str(error):
             error = ValueError("another process has ended")
         print(f"train.py: {process}{tf.explain(error)}", file=sys.stderr)
         return 1

@@ -54,7 +54,7 @@ import sys
 import unicodedata
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -1139,10 +1139,14 @@ def prepare_streams():
             stream.reconfigure(encoding="utf-8", errors="backslashreplace" if stream is sys.stderr else "strict")
 
 
+def out_of_memory(error):
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|allocate memory", str(error)))
+
+
 def explain(error):
     """One line for the user out of an error that the user can mend; any other goes on its way with its traceback."""
     if isinstance(error, (MemoryError, RuntimeError)):
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if not out_of_memory(error):
             raise error
         return f"out of memory: try a smaller --batch-tokens, beam or model ({str(error)[:200]})"
     if isinstance(error, OSError) and error.filename:
@@ -1218,8 +1222,11 @@ def write_atomically(path, write, previous=None):
         os.replace(temporary, path)
         if os.name == "posix":  # the new name itself is on disk only once the folder is
             folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
+            with suppress(OSError):  # some file systems cannot
+                os.fsync(folder)
             os.close(folder)
+    except OSError as error:
+        raise error if error.filename or not error.errno else OSError(error.errno, error.strerror, str(path))
     finally:
         temporary.unlink(missing_ok=True)
 

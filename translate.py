@@ -12,6 +12,11 @@ The log-probability (natural, of all tokens and the end of sentence) is the mode
 the log-probability of each.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while all this is imported ends it without a traceback
+
 import argparse
 import json
 import math
@@ -710,6 +715,8 @@ def arriving(stream, most):
 
 def main(argv=None):
     tf.prepare_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_arguments(argv)
     try:
         if sys.stdout is None and not args.output and (args.reference is None or args.score):
