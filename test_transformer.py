@@ -1282,17 +1282,6 @@ def test_what_a_run_leaves_behind(corpus, tmp_path, tokenizer):
     assert last["state"]["best"] == pytest.approx(best["chrf"]) and last["state"]["finished"]
 
 
-def test_a_run_killed_in_its_last_validation_is_finished_by_resume(corpus, tmp_path, monkeypatch, capfd):
-    flags = ["--data", str(corpus), *TINY, "--steps", "4", "--out", str(tmp_path / "run")]
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "finish", lambda self: 1)
-        assert train.main(flags) == 1
-    assert train.main(["--resume", str(tmp_path / "run")]) == 0
-    assert "try: python translate.py" in capfd.readouterr().err and (tmp_path / "best.pt").exists()
-    assert train.main(["--resume", str(tmp_path / "run")]) == 0
-    assert "already at step 4 of 4" in capfd.readouterr().err
-
-
 def test_flags_do_what_they_say(corpus, tmp_path, capfd):
     def run(*flags):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -1848,7 +1837,8 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, tokenizer):
         "model = tf.Transformer(tf.Config(420, 32, 2, 48, 1, 0.0))\n"
         "t = tf.Tokenizer(open(sys.argv[1], 'rb').read())\n"
         "for i in range(100000):\n"
-        "    tf.save_checkpoint(sys.argv[2] + '/last.pt', model, t, sys.argv[2] + '/previous.pt', i=i, pad=torch.ones(250000))\n"
+        "    names = [sys.argv[2] + name for name in ('/last.pt', '/previous.pt')]\n"
+        "    tf.save_checkpoint(names[0], model, t, names[1], i=i, pad=torch.ones(250000))\n"
         "    print(i, flush=True)\n"
     )
     (tmp_path / "t").write_bytes(tf.Tokenizer.train(TEXT, 400).model_bytes)
@@ -2165,6 +2155,245 @@ def test_torchrun_starts_as_many_as_it_is_told(corpus, tmp_path):
     assert weights_of(tmp_path / "run" / "last.pt")["flags"]["processes"] == 2
     assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 1  # another run than with two
     assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 0
+
+
+def test_a_save_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+    """The file's bytes, then its name, then the folder: in another order a power cut leaves half a checkpoint."""
+    done = []
+    for name in ("fsync", "replace"):
+        plain = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, plain=plain: done.append(name) or plain(*a))
+    tf.write_atomically(tmp_path / "a", lambda path: path.write_text("x"), previous=tmp_path / "b")
+    assert done == ["fsync", "replace", "fsync"]
+    tf.write_atomically(tmp_path / "a", lambda path: path.write_text("y"), previous=tmp_path / "b")
+    assert done[3:] == ["fsync", "replace", "replace", "fsync"] and (tmp_path / "b").read_text() == "x"
+
+
+def test_a_damaged_last_checkpoint_never_becomes_the_previous_one(corpus, tmp_path):
+    run = tmp_path / "run"
+    assert train.main(["--data", str(corpus), *TINY, "--steps", "4", "--save-every", "2", "--out", str(run)]) == 0
+    (run / "last.pt").write_bytes(b"junk")
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = tf.save_checkpoint
+        patch.setattr(
+            tf,
+            "save_checkpoint",
+            lambda *a, **k: plain(*a, **k) or names.append(tf.load_checkpoint(run / "previous.pt")),
+        )
+        assert train.main(["--resume", str(run), "--steps", "5"]) == 0
+    assert len(names) > 1  # whole after the first save, and after every other
+
+
+def test_the_whole_state_comes_back(corpus, tmp_path):
+    flags = [
+        "--data",
+        str(corpus),
+        *TINY,
+        "--log-every",
+        "7",
+        "--save-every",
+        "3",
+        "--patience",
+        "9",
+        "--eval-every",
+        "4",
+    ]
+    assert train.main([*flags, "--steps", "16", "--out", str(tmp_path / "whole")]) == 0
+    given = [*flags, "--steps", "16", "--out", str(tmp_path / "parts")]
+    with pytest.MonkeyPatch.context() as patch:
+        plain = train.Run.update
+
+        def update(run):
+            if run.state["step"] == 11:
+                raise ValueError("enough")
+            return plain(run)
+
+        patch.setattr(train.Run, "update", update)
+        assert train.main(given) == 1
+    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["step"] == 9
+    assert train.main(["--resume", str(tmp_path / "parts")]) == 0
+    a, b = (weights_of(tmp_path / name / "last.pt")["state"] for name in ("whole", "parts"))
+    assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
+    assert len(a["norms"]) == 16 and a["stale"] + (a["best"] is not None) > 0
+    assert all_rows_of(tmp_path / "whole") == all_rows_of(tmp_path / "parts")
+
+
+def test_a_run_killed_at_its_end_is_brought_to_it(corpus, tmp_path, monkeypatch, capfd):
+    """Killed in the average's validation, the best one's, or before it is published: done again, and counted once."""
+    flags = ["--data", str(corpus), *TINY, "--steps", "6", "--eval-every", "2", "--average", "2"]
+    assert train.main([*flags, "--out", str(tmp_path / "a" / "whole")]) == 0
+    plain = train.Run.validate
+    for kind in ("average", "best"):
+        for moment in ("before", "after"):
+
+            def validate(run, kind_="valid", *rest, **more):
+                if kind_ == kind and moment == "before":
+                    raise KeyboardInterrupt
+                scores = plain(run, kind_, *rest, **more)
+                if kind_ == kind:
+                    raise KeyboardInterrupt
+                return scores
+
+            folder = tmp_path / f"{kind}-{moment}"
+            with monkeypatch.context() as patch:
+                patch.setattr(train.Run, "validate", validate)
+                assert train.main([*flags, "--out", str(folder / "whole")]) == 130
+            assert not weights_of(folder / "whole" / "last.pt")["state"]["finished"]
+            assert train.main(["--resume", str(folder / "whole")]) == 0
+            assert all_rows_of(folder / "whole") == all_rows_of(tmp_path / "a" / "whole")
+            assert (folder / "leaderboard.json").exists() and (folder / "best.pt").exists()
+            assert_same_training(folder / "whole", tmp_path / "a" / "whole")
+    monkeypatch.undo()
+    step = tmp_path / "best-after" / "whole" / "step-00000004.pt"
+    step.write_bytes(b"junk")
+    (step.parent / "step-mine.pt").write_bytes(b"junk")
+    (step.parent / "metrics.jsonl").open("a").write('5\nnull\n{"a": 1}\n{"step": "x"}\n{"half')
+    assert train.main(["--resume", str(step.parent), "--steps", "7", "--average", "3"]) == 0  # it is left out
+    assert "step-00000004.pt is not a checkpoint" in capfd.readouterr().err and (step.parent / "step-mine.pt").exists()
+
+
+def test_a_signal_before_a_validation_leaves_it_for_later(corpus, tmp_path, monkeypatch):
+    flags = ["--data", str(corpus), *TINY, "--eval-every", "2", "--log-every", "1"]
+    assert train.main([*flags, "--steps", "5", "--out", str(tmp_path / "whole")]) == 0
+    plain = train.Run.update
+
+    def update(run):
+        if run.state["step"] == 1:
+            run.signal = signal.SIGTERM
+        return plain(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "update", update)
+        with pytest.raises(SystemExit) as stop:
+            train.main([*flags, "--steps", "5", "--out", str(tmp_path / "parts")])
+    assert stop.value.code == 143
+    assert weights_of(tmp_path / "parts" / "last.pt")["state"]["due"] and not (tmp_path / "parts" / "best.pt").exists()
+    assert train.main(["--resume", str(tmp_path / "parts")]) == 0
+    assert all_rows_of(tmp_path / "parts") == all_rows_of(tmp_path / "whole")
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_an_ignored_signal_stays_ignored(corpus, tmp_path):
+    """nohup: a hang-up does not stop the run."""
+    flags = [
+        "--data",
+        corpus,
+        *TINY,
+        "--steps",
+        "200",
+        "--eval-every",
+        "200",
+        "--log-every",
+        "1",
+        "--out",
+        tmp_path / "run",
+    ]
+    script = (
+        "import signal, sys, train\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nsys.exit(train.main(sys.argv[1:]))"
+    )
+    [process] = start(*flags, script=script)
+    for line in process.stderr:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGHUP)
+    statuses, _ = finish([process])
+    assert statuses == [0]
+
+
+def test_a_resume_changes_what_it_says_it_changes(corpus, tmp_path, capfd):
+    run = str(tmp_path / "run")
+    assert train.main(["--data", str(corpus), *TINY, "--epochs", "0.5", "--accumulate", "2", "--out", run]) == 0
+    steps = weights_of(tmp_path / "run" / "last.pt")["state"]["step"]
+    assert (
+        train.main(
+            [
+                "--resume",
+                run,
+                "--epochs",
+                "1",
+                "--dropout",
+                "0.5",
+                "--precision",
+                "fp16",
+                "--accumulate",
+                "1",
+                "--allow-changes",
+            ]
+        )
+        == 0
+    )
+    last = weights_of(tmp_path / "run" / "last.pt")
+    assert last["config"]["dropout"] == 0.5 and "scale" in last["scaler"]
+    state = last["state"]  # the whole epoch, and not more
+    assert state["batches"] == state["batches_an_epoch"] and state["step"] == steps + state["batches"] - 2 * steps
+    best = (tmp_path / "run" / "best.pt").read_bytes()
+    assert train.main(["--resume", run, "--steps", str(state["step"] + 1), "--epochs", "9"]) == 1
+    capfd.readouterr()
+    assert train.main(["--resume", run, "--epochs", "1.2", "--best-by", "nll", "--allow-changes"]) == 0
+    last = weights_of(tmp_path / "run" / "last.pt")["state"]
+    assert last["best"] < 0 and last["stale"] == 0 and (tmp_path / "run" / "best.pt").read_bytes() != best
+    assert train.main(["--resume", run, "--epochs", "2", "--seed", "9", "--allow-changes"]) == 1
+    assert "--seed has changed, and it splits off validation" in capfd.readouterr().err
+
+
+def test_a_folder_with_checkpoints_is_no_place_for_a_new_run(corpus, tmp_path, capfd):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("best.pt", "step-00000007.pt", "last.pt"):
+        (run / name).write_bytes(b"somebody's")
+        assert train.main(["--data", str(corpus), *TINY, "--steps", "1", "--out", str(run)]) == 1
+        assert "holds a run already" in capfd.readouterr().err and (run / name).read_bytes() == b"somebody's"
+        (run / name).unlink()
+
+
+def test_a_start_after_a_kill_in_preparing_does_not_wait_for_itself(tmp_path):
+    first = prepared(tmp_path, data=clean_pairs(60), val_pairs=5)
+    os.rename(first.folder, first.folder.with_suffix(".tmp"))
+    said = []
+    settings = train.settings_of(dict(data=[str(tmp_path / "pairs.tsv")], val_pairs=5, vocab_size=400))
+    thread = threading.Thread(target=lambda: said.append(train.Corpus(settings, tmp_path / "cache", 100)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert said and said[0].fingerprint == first.fingerprint
+
+
+def test_each_process_draws_its_own_dropout_and_synchronises_once_an_update(corpus, tmp_path):
+    """Same batch, another rank, another draw; and of an update's micro-batches only the last one's backward speaks."""
+    given = train.parse_arguments(["--data", str(corpus), *TINY, "--dropout", "0.3", "--out", str(tmp_path / "x")])
+    run = train.Run(train.settings_of(given), train.Ranks("cpu"), dry_run=True)
+    run.prepare(None)
+    run.model.train()
+    batches, losses = run.sampler.epoch(0)[:2], []
+    for rank in (0, 1, 0):
+        run.ranks.rank = rank
+        losses.append(run.gradient(batches, 100, step=1)[0])
+    assert losses[0] == losses[2] != losses[1]
+    run.ranks.size, plain, spoke = 2, run.objective, []
+
+    class Watched(torch.nn.Module):
+        def forward(self, *batch):
+            spoke.append(True)
+            return plain(*batch)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            spoke.append("quietly")
+            yield
+
+    run.objective = Watched()
+    run.gradient([*batches, batches[0]], 100, step=1)
+    assert spoke == ["quietly", True, "quietly", True, True]
+
+
+def test_three_processes_go_on_as_they_would_have(corpus, tmp_path):
+    """With more than two, the order of a sum matters: it must be the same after a resume."""
+    flags = ["--data", corpus, *TINY, "--dropout", "0.2", "--log-every", "1", "--eval-every", "50", "--save-every", "3"]
+    whole = start(*flags, "--steps", "8", "--out", tmp_path / "whole", processes=3)
+    assert finish(whole)[0] == [0] * 3
+    assert finish(start(*flags, "--steps", "3", "--out", tmp_path / "parts", processes=3))[0] == [0] * 3
+    assert finish(start("--resume", tmp_path / "parts", "--steps", "8", processes=3))[0] == [0] * 3
+    assert_same_training(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_tensorboard_gets_the_numbers_if_it_is_there(corpus, tmp_path, monkeypatch, capfd):

@@ -1437,7 +1437,7 @@ class Run:
         # As translate.py does, but for the batch size, which changes no result: who has memory for little training has
         # memory for little search (which keeps no gradients, and so may have more).
         outputs = tf.translate(self.model, self.tokenizer, sources, batch_tokens=8 * budget)
-        scores = dict(kind=kind, step=step or self.state["step"])
+        scores = dict(kind=kind, step=step or self.state["step"], updates=self.state["step"])
         scores |= dict(val_nll=nll / tokens, val_ppl=tf.perplexity(nll, tokens))
         scores |= tf.score_text(outputs, references)
         scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
@@ -1489,7 +1489,7 @@ class Run:
                 row = json.loads(line)
                 # an unfinished run does its end anew
                 ending = row.get("kind") in ("average", "best") and not self.state["finished"]
-                kept += [line + "\n"] if row["step"] < self.state["step"] + (not ending) else []
+                kept += [line + "\n"] if row.get("updates", row["step"]) < self.state["step"] + (not ending) else []
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 pass
         tf.write_atomically(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
