@@ -117,10 +117,10 @@ def test_shapes_of_every_module():
     assert tf.attention_weights(q, k, mask).shape == (B, H, T, S)
     attention = tf.MultiHeadAttention(D, H)
     assert attention(x).shape == (B, T, D)
-    keys, values = attention.memory_keys_values(memory)
-    assert keys.shape == values.shape == (B, H, S, D // H)
-    assert attention.cross(x, (keys, values), mask).shape == (B, T, D)
-    assert attention.cross(torch.randn(B * 2, T, D), (keys, values), mask).shape == (B * 2, T, D)
+    keys_values = attention.memory_keys_values(memory)
+    assert keys_values.shape == (B, S, 2 * D)
+    assert attention.cross(x, keys_values, mask).shape == (B, T, D)
+    assert attention.cross(torch.randn(B * 2, T, D), keys_values, mask).shape == (B * 2, T, D)
     assert tf.FeedForward(D, 24)(x).shape == (B, T, D)
     assert tf.LayerNorm(D)(x).shape == tf.Residual(c)(x, lambda x: x).shape == (B, T, D)
     assert tf.sinusoids(T, D).shape == (T, D)
@@ -1653,7 +1653,8 @@ def test_attention_is_the_models_and_sums_to_one(memorised, run_translate, tmp_p
     def cross(self, x, keys_values, mask):
         D, K = x.shape[-1], x.shape[-1] // self.n_heads
         query = (x[0] @ self.qkv.weight[:D].T + self.qkv.bias[:D]).view(-1, self.n_heads, K).transpose(0, 1)
-        seen.append((query @ keys_values[0][0].transpose(1, 2) / math.sqrt(K)).softmax(-1))
+        key = keys_values[0, :, :D].view(-1, self.n_heads, K).transpose(0, 1)
+        seen.append((query @ key.transpose(1, 2) / math.sqrt(K)).softmax(-1))
         return plain(self, x, keys_values, mask)
 
     monkeypatch.setattr(tf.MultiHeadAttention, "cross", cross)
@@ -2249,6 +2250,7 @@ def test_a_run_killed_at_its_end_is_brought_to_it(corpus, tmp_path, monkeypatch,
     step.write_bytes(b"junk")
     (step.parent / "step-mine.pt").write_bytes(b"junk")
     (step.parent / "metrics.jsonl").open("a").write('5\nnull\n{"a": 1}\n{"step": "x"}\n{"half')
+    capfd.readouterr()
     assert train.main(["--resume", str(step.parent), "--steps", "7", "--average", "3"]) == 0  # it is left out
     assert "step-00000004.pt is not a checkpoint" in capfd.readouterr().err and (step.parent / "step-mine.pt").exists()
 

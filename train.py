@@ -1272,8 +1272,6 @@ class Run:
     def close(self):
         with suppress(OSError):  # what a full disk does not take of the log
             self.resources.close()
-        if self.ranks.size > 1:
-            dist.destroy_process_group()
 
     def command(self):
         return f"python train.py --resume {shlex.quote(str(self.folder))}"
@@ -1493,9 +1491,13 @@ class Run:
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 pass
         tf.write_atomically(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
-        for path in self.folder.glob("step-" + 8 * "[0-9]" + ".pt"):
+        for path in self.kept():
             if int(path.stem.removeprefix("step-")) > self.state["step"]:
                 path.unlink()
+
+    def kept(self):
+        """The weights of single validations, oldest first."""
+        return sorted(self.folder.glob("step-" + 8 * "[0-9]" + ".pt"))
 
     def keep_if_best(self, scores):
         """Save as best.pt what is better than all before. -> whether it was"""
@@ -1749,7 +1751,7 @@ class Run:
         state, keep = self.state, max(self.settings["keep"], self.settings["average"])
         if keep:
             self.save(f"step-{state['step']:08}.pt", optimizer=False)
-            for old in sorted(self.folder.glob("step-" + 8 * "[0-9]" + ".pt"))[:-keep]:
+            for old in self.kept()[:-keep]:
                 old.unlink(missing_ok=True)
         state["stale"] = 0 if self.keep_if_best(scores) else state["stale"] + 1
 
@@ -1759,9 +1761,8 @@ class Run:
         for each in SIGNALS:  # the run is saved: there is nothing to finish first
             if signal.getsignal(each) not in (signal.SIG_IGN, None):
                 signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
-        paths = sorted(self.folder.glob("step-*.pt"))[-self.settings["average"] :] if self.settings["average"] else []
-        last, status = self.model, 0
-        paths = [path for path in paths if self.is_whole(path)]
+        last, status, n = self.model, 0, self.settings["average"]
+        paths = [path for path in self.kept()[-n:] if self.is_whole(path)] if n else []
         if len(paths) > 1:
             self.log(f"average of the last {len(paths)} checkpoints:")
             self.model = tf.average_checkpoints(paths, self.device)[0]
@@ -1992,4 +1993,11 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except SystemExit as stop:
+        status = stop.code
+    if n_processes() > 1:  # all is saved; gloo's threads now and then abort a process that takes them down one by one
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 0)
+    sys.exit(status)

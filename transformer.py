@@ -71,8 +71,8 @@ from torch.nn import functional as F
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
-# One switch for the three places where a formula of this file has a faster twin: attention and LayerNorm (kernels of
-# PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold each pair to the same
+# One switch for the places where a formula of this file has a faster twin: attention, LayerNorm and products (kernels
+# of PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold each pair to the same
 # numbers.
 FUSED = True
 
@@ -191,16 +191,19 @@ def attention(query, key, value, mask=None, causal=False):
 
 @dataclass
 class LayerCache:
-    memory: torch.Tensor  # (2,B,H,S,K) keys and values of the sources
-    tokens: torch.Tensor | None = None  # (2,B*W,H,t,K) keys and values of the target tokens
+    """Keys and values side by side as the projections gave them, not yet split into heads: rows are then contiguous,
+    and quick to reorder."""
+
+    memory: torch.Tensor  # (B,S,2D) of the sources
+    tokens: torch.Tensor | None = None  # (B*W,t,2D) of the target tokens
 
     @property
     def length(self):
-        return 0 if self.tokens is None else self.tokens.shape[3]
+        return 0 if self.tokens is None else self.tokens.shape[1]
 
     def append(self, new):
-        """new (2,B*W,H,T,K) -> all so far, (2,B*W,H,t+T,K)"""
-        self.tokens = new if self.tokens is None else torch.cat([self.tokens, new], 3)
+        """new (B*W,T,2D) -> all so far, (B*W,t+T,2D)"""
+        self.tokens = new if self.tokens is None else torch.cat([self.tokens, new], 1)
         return self.tokens
 
 
@@ -218,12 +221,24 @@ class Cache:
     def reorder(self, rows):
         """Row r continues what was row rows[r]: (B*W,) indices."""
         for layer in self.layers:
-            layer.tokens = layer.tokens.index_select(1, rows)
+            layer.tokens = layer.tokens.index_select(0, rows)
 
     def keep_sources(self, sources):
         """Only these of the B sources stay. The memory is touched here and nowhere else."""
         for layer in self.layers:
-            layer.memory = layer.memory.index_select(1, sources)
+            layer.memory = layer.memory.index_select(0, sources)
+
+
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear(x, weight, bias=None):
+    """x W^T + b: x (..., i), weight (o, i), bias (o,) -> (..., o). In a search on a CPU it goes to oneDNN, which is in
+    PyTorch too: MKL, which PyTorch's own linear calls, has half its speed on processors that are not Intel's."""
+    exact = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if FUSED and ONEDNN and exact and x.device.type == "cpu" and not torch.is_grad_enabled():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 class MultiHeadAttention(nn.Module):
@@ -241,30 +256,31 @@ class MultiHeadAttention(nn.Module):
 
     def merge(self, heads):
         """(B,H,T,K) -> (B,T,D), then W^O."""
-        return self.out(heads.transpose(1, 2).flatten(2))  # (B,T,H,K) -> (B,T,D)
+        return linear(heads.transpose(1, 2).flatten(2), self.out.weight, self.out.bias)  # (B,T,H,K) -> (B,T,D)
 
     def forward(self, x, mask=None, causal=False, cache=None):
         """Self-attention. x (B,T,D) -> (B,T,D). With a cache, x holds the newest T tokens only, and the keys and
         values of the earlier ones come out of the cache instead of being computed again."""
-        query, key, value = qkv = self.split(self.qkv(x), 3)  # (B,H,T,K) each
+        qkv = linear(x, self.qkv.weight, self.qkv.bias)  # (B,T,3D)
+        query, key, value = self.split(qkv, 3)  # (B,H,T,K) each
         if cache is not None:
-            key, value = cache.append(qkv[1:])  # (B,H,t+T,K), t tokens before these
+            key, value = self.split(cache.append(qkv[:, :, x.shape[-1] :]), 2)  # (B,H,t+T,K), t tokens before these
         return self.merge(attention(query, key, value, mask, causal))
 
     def memory_keys_values(self, memory):
-        """What cross-attention needs of the memory (B,S,D): keys and values, (2,B,H,S,K). They are the same for every
+        """What cross-attention needs of the memory (B,S,D): keys and values, (B,S,2D). They are the same for every
         target token, so a search computes them once."""
         D = memory.shape[-1]
-        return self.split(F.linear(memory, self.qkv.weight[D:], self.qkv.bias[D:]), 2)
+        return linear(memory, self.qkv.weight[D:], self.qkv.bias[D:])
 
     def cross(self, x, keys_values, mask):
-        """Cross-attention. x (B*W,T,D), keys and values (2,B,H,S,K), mask (B,1,1,S) -> (B*W,T,D).
+        """Cross-attention. x (B*W,T,D), keys and values (B,S,2D), mask (B,1,1,S) -> (B*W,T,D).
 
         Queries do not see one another here, so the W beams of one source may stand side by side as W*T queries of
         that source: the memory is never copied for each beam. In training W is 1 and the reshape does nothing."""
         D = x.shape[-1]
-        key, value = keys_values
-        query = F.linear(x.reshape(key.shape[0], -1, D), self.qkv.weight[:D], self.qkv.bias[:D])  # (B,W*T,D)
+        key, value = self.split(keys_values, 2)  # (B,H,S,K) each
+        query = linear(x.reshape(key.shape[0], -1, D), self.qkv.weight[:D], self.qkv.bias[:D])  # (B,W*T,D)
         (query,) = self.split(query, 1)  # (B,H,W*T,K)
         return self.merge(attention(query, key, value, mask)).view_as(x)  # (B,W*T,D) -> (B*W,T,D)
 
@@ -283,7 +299,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(d_ff, d_model)
 
     def forward(self, x):
-        return self.w2(self.w1(x).relu())
+        return linear(linear(x, self.w1.weight, self.w1.bias).relu(), self.w2.weight, self.w2.bias)
 
 
 # --- 6. Embedding and positions (§3.4, §3.5) -----------------------------------------------------------------------
@@ -512,7 +528,7 @@ class Transformer(nn.Module):
 
     def logits(self, states):
         """(..., D) -> (..., V)"""
-        return F.linear(states, self.tgt_embedding.table)
+        return linear(states, self.tgt_embedding.table)
 
     def forward(self, src, tgt):
         return self.logits(self.decode(tgt, self.encode(src), padding_mask(src)))
@@ -1000,10 +1016,13 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, **limits):
             # --- grow: all continuations of all beams of a source compete in one pool ------------------------------
             step = model.next_log_probs(tokens[:, :, -1].reshape(B * W, 1), src_mask, cache).view(B, W, V)
             limits.rule_out(step, tokens)
-            pool = (log_prob[:, :, None] + step).flatten(1)  # (B,W*V)
-            # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
-            pool_log_prob, index = pool.topk(2 * W)  # (B,2W), best first
-            beam, token = index // V, index % V  # (B,2W) which beam it continues, and with what
+            # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on. The
+            # best 2W of the pool are among the best 2W of each beam: so the sums are made of W*2W and not of W*V.
+            C = min(2 * W, V)
+            likely, token = step.topk(C)  # (B,W,C) of each beam
+            pool = (log_prob[:, :, None] + likely).flatten(1)  # (B,W*C)
+            pool_log_prob, index = pool.topk(min(2 * W, W * C))  # (B,2W), best first
+            beam, token = index // C, token.flatten(1).gather(1, index)  # (B,2W) which beam it continues, and with what
             ends = token == EOS  # (B,2W)
 
             # --- finish: an ending counts if it is among the best W of the pool ------------------------------------

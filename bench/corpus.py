@@ -75,7 +75,9 @@ def main():
     for corpus, pairs in (("Samanantar en-bn", 8.5e6), ("WMT14 en-fr", 40e6)):
         steps = (pairs - args.pairs) / (args.pairs - args.pairs // 2)
         seconds, peak, cleaning = (b + (b - a) * steps for a, b in zip(few, many))
-        print(f"{corpus}, {pairs / 1e6:.1f} million pairs: {seconds / 60:.0f} minutes, {max(peak, cleaning) / 1e3:.1f} GB")
+        print(
+            f"{corpus}, {pairs / 1e6:.1f} million pairs: {seconds / 60:.0f} minutes, {max(peak, cleaning) / 1e3:.1f} GB"
+        )
 
 
 if __name__ == "__main__":

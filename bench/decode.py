@@ -20,6 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 import transformer as tf  # noqa: E402
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
+PRODUCTS += ("mkldnn::_linear_pointwise",)
 
 
 def fix_length(length):
