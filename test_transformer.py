@@ -3258,12 +3258,12 @@ def test_a_mistake_is_one_clear_line(command, tmp_path, monkeypatch, capfd):
 
 def test_scores_are_sacrebleus_own():
     out, reference = ["the cat sat on a mat", "hello"], ["the cat sat on the mat", "hello"]
-    scores = tf.score_text(out, reference)
+    scores = train.score_text(out, reference)
     assert scores["bleu"] == sacrebleu.corpus_bleu(out, [reference]).score
     assert scores["chrf"] == sacrebleu.corpus_chrf(out, [reference], word_order=2).score
-    assert scores["exact"] == 0.5 and tf.score_text(reference, reference)["bleu"] == pytest.approx(100)
+    assert scores["exact"] == 0.5 and train.score_text(reference, reference)["bleu"] == pytest.approx(100)
     with pytest.raises(ValueError):
-        tf.score_text(out[:1], reference)
+        train.score_text(out[:1], reference)
 
 
 def test_perplexity_is_of_the_true_likelihood(memorised):

@@ -1229,6 +1229,21 @@ class Objective(torch.nn.Module):
         return sums.smoothed, sums.nll
 
 
+def score_text(hypotheses, references):
+    """BLEU, chrF2++ (Post, 2018; Popovic, 2017) and the share of exact matches, of raw text against raw references, by
+    sacrebleu. Raises ValueError when the counts differ."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    if len(hypotheses) != len(references):
+        raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
+    bleu, chrf = BLEU(), CHRF(word_order=2)
+    scores = dict(
+        bleu=bleu.corpus_score(hypotheses, [references]).score, chrf=chrf.corpus_score(hypotheses, [references]).score
+    )
+    scores["exact"] = sum(tf.normalize(h) == tf.normalize(r) for h, r in zip(hypotheses, references)) / len(references)
+    return scores | dict(bleu_signature=str(bleu.get_signature()), chrf_signature=str(chrf.get_signature()))
+
+
 # All that changes while a run trains, and all that its checkpoint needs beside weights, optimizer and fp16's scale.
 STATE = dict(
     step=0, batches=0, batches_an_epoch=0, skipped=0, spikes=0, norms=[], interval=[0.0, 0.0, 0], seconds=0.0,
@@ -1437,7 +1452,7 @@ class Run:
         outputs = tf.translate(self.model, self.tokenizer, sources, batch_tokens=8 * budget)
         scores = dict(kind=kind, step=step or self.state["step"], updates=self.state["step"])
         scores |= dict(val_nll=nll / tokens, val_ppl=tf.perplexity(nll, tokens))
-        scores |= tf.score_text(outputs, references)
+        scores |= score_text(outputs, references)
         scores["distinct"] = len(set(outputs)) / len(outputs)  # all alike: the decoder does not listen to the encoder
         seconds = time.perf_counter() - start
         self.log(

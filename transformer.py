@@ -102,17 +102,14 @@ class Config:
             raise ValueError(f"d_model {self.d_model} cannot be split into {self.n_heads} heads of equal size")
         if self.d_model % 2:
             raise ValueError(f"d_model must be even, for pairs of sine and cosine, not {self.d_model}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
-        if self.norm not in ("post", "pre"):
-            raise ValueError(f"norm must be 'post' or 'pre', not {self.norm!r}")
+        if not 0 <= self.dropout < 1 or self.norm not in ("post", "pre"):
+            raise ValueError(f"dropout is from 0 to below 1, norm 'post' or 'pre', not {self.dropout}, {self.norm!r}")
         if self.max_len < 2:
             raise ValueError(f"max_len must be at least 2 (a token and its EOS), not {self.max_len}")
 
 
-PRESETS = {
-    "tiny": dict(n_layers=4, d_model=128, n_heads=4, d_ff=256, dropout=0.3),  # for small corpora: "Good for
-    # Misconceived Reasons" (Wu et al., ACL 2021) trains it on Multi30k
+PRESETS = {  # tiny, for small corpora, after "Good for Misconceived Reasons" (Wu et al., ACL 2021)
+    "tiny": dict(n_layers=4, d_model=128, n_heads=4, d_ff=256, dropout=0.3),
     "small": dict(n_layers=4, d_model=256, n_heads=8, d_ff=1024, dropout=0.1),
     "base": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, dropout=0.1),
     "big": dict(n_layers=6, d_model=1024, n_heads=16, d_ff=4096, dropout=0.3),
@@ -807,8 +804,7 @@ class TokenRows:
 
 def encode_pairs(tokenizer, pairs):
     """[(source, target), ...] -> their TokenRows."""
-    src, tgt = zip(*pairs)
-    return TokenRows.encode(tokenizer.source, src), TokenRows.encode(tokenizer, tgt)
+    return tuple(TokenRows.encode(part, side) for part, side in zip((tokenizer.source, tokenizer), zip(*pairs)))
 
 
 def pad_rows(rows):
@@ -987,13 +983,9 @@ def greedy_search(model, src, alpha=0.6, **limits):
 
 def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, **limits):
     """src (B,S) -> for each source up to n_best Hypotheses, best first (§6.1; stopping as proven below). **limits: see
-    Limits.of.
-
-    Each source's result is its own: no step mixes sources, and one that is done leaves the batch. (To
-    rounding: a product over another number of rows may differ in its last bit, which can decide between two equally
-    good hypotheses.)
-    Raises ValueError for n_best outside 1 .. beam_size, for alpha < 0, and for a model whose numbers are not finite.
-    """
+    Limits.of. Each source's result is its own: no step mixes sources, and one that is done leaves the batch. (To
+    rounding: a product over another number of rows may differ in its last bit, and so decide between equals.)
+    Raises ValueError for n_best outside 1 .. beam_size, for alpha < 0, and for a model whose numbers are not finite."""
     if not 1 <= n_best <= beam_size:
         raise ValueError(f"n_best must be from 1 to the beam size {beam_size}, not {n_best}")
     if alpha < 0:
@@ -1009,15 +1001,15 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, **limits):
         # All W beginnings are the same at first. Only one may grow, or the beam would hold W copies of it for ever.
         log_prob = torch.full((len(src), W), -torch.inf, device=src.device)  # (B,W)
         log_prob[:, 0] = 0.0
-        cache = model.start_cache(model.encode(src))  # memory (B,H,S,K); target tokens, none as yet, (B*W,H,t,K)
+        cache = model.start_cache(model.encode(src))  # memory (B,S,2D); target tokens, none as yet, (B*W,t,2D)
 
         while len(source):
             B, _, t = tokens.shape
             # --- grow: all continuations of all beams of a source compete in one pool ------------------------------
             step = model.next_log_probs(tokens[:, :, -1].reshape(B * W, 1), src_mask, cache).view(B, W, V)
             limits.rule_out(step, tokens)
-            # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on. The
-            # best 2W of the pool are among the best 2W of each beam: so the sums are made of W*2W and not of W*V.
+            # Each beam has one continuation that ends (EOS), so at most W of the best 2W end, and at least W go on.
+            # Those 2W are among the best 2W of each beam, so sums are made of W*2W and not of W*V.
             C = min(2 * W, V)
             likely, token = step.topk(C)  # (B,W,C) of each beam
             pool = (log_prob[:, :, None] + likely).flatten(1)  # (B,W*C)
@@ -1037,8 +1029,7 @@ def beam_search(model, src, beam_size=4, alpha=0.6, n_best=1, **limits):
                 del best[n_best:]
 
             # --- go on: the best W that do not end -----------------------------------------------------------------
-            # (With a tiny vocabulary fewer than W may be possible. The rest are at -inf, hold any token, and stay
-            # there.)
+            # (A tiny vocabulary may have fewer than W. The rest are at -inf, hold any token, and stay there.)
             log_prob, pick = pool_log_prob.masked_fill(ends, -torch.inf).topk(W)  # (B,W), best first
             parent, token = beam.gather(1, pick), token.gather(1, pick)  # (B,W) whom each continues, and with what
             history = tokens.gather(1, parent[:, :, None].expand(B, W, t))  # (B,W,t)
@@ -1128,8 +1119,7 @@ def read_lines(file, errors="strict"):
 
 
 def read_text(path, errors="strict"):
-    """The lines of a file, which may be gzipped (.gz), one by one, by the rules of read_lines. Raises OSError and
-    ValueError."""
+    """The lines of a file, one by one, by the rules of read_lines; also of a .gz. Raises OSError and ValueError."""
     with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
         try:
             yield from read_lines(file, errors)
@@ -1140,14 +1130,12 @@ def read_text(path, errors="strict"):
 def number(kind, least, below):
     """A type for argparse: an int or float from `least` to below `below`."""
 
-    def read(text):
-        value = kind(text)
-        if not least <= value < below:
+    def number(text):
+        if not least <= kind(text) < below:
             raise argparse.ArgumentTypeError(f"{text} is not at least {least} and below {below}")
-        return value
+        return kind(text)
 
-    read.__name__ = kind.__name__  # argparse says "invalid int value"
-    return read
+    return number  # argparse says "invalid number value"
 
 
 def prepare_streams():
@@ -1175,17 +1163,16 @@ def explain(error):
 
 def pick_device(name):
     """'auto', 'cpu', 'cuda' or 'mps' -> torch.device. Raises ValueError for one that is not there."""
-    there = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+        name = next(kind for kind in there if there[kind])
     if not there[name]:
         raise ValueError(f"--device {name}: this machine or this PyTorch has none")
     return torch.device(name)
 
 
 def score_pairs(model, src_rows, tgt_rows, batch_tokens=8192):
-    """For each pair the log-probabilities, in nats, of its target's tokens and EOS, given the source: as the search
-    would give them (a list of float lists)."""
+    """For each pair a list of log-probabilities, in nats, of its target's tokens and EOS: as the search gives them."""
     out, lengths = [None] * len(src_rows), (src_rows.lengths + 1, tgt_rows.lengths + 1)
     with evaluation(model):
         for batch in TokenBatchSampler(*lengths, max(batch_tokens, *(x.max() for x in lengths))).epoch(0):
@@ -1204,21 +1191,6 @@ def pairs_nll(model, src_rows, tgt_rows, batch_tokens=8192):
 def perplexity(nll, tokens):
     """exp(nll / tokens): how many equally likely pieces the model wavers between. Never more than a float can hold."""
     return math.exp(min(nll / tokens, 700.0))
-
-
-def score_text(hypotheses, references):
-    """BLEU, chrF2++ (Post, 2018; Popovic, 2017) and the share of exact matches, of raw text against raw references, by
-    sacrebleu. Raises ValueError when the counts differ."""
-    from sacrebleu.metrics import BLEU, CHRF  # here, so that who only reads or builds the model need not have it
-
-    if len(hypotheses) != len(references):
-        raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
-    bleu, chrf = BLEU(), CHRF(word_order=2)
-    scores = dict(
-        bleu=bleu.corpus_score(hypotheses, [references]).score, chrf=chrf.corpus_score(hypotheses, [references]).score
-    )
-    scores["exact"] = sum(normalize(h) == normalize(r) for h, r in zip(hypotheses, references)) / len(references)
-    return scores | dict(bleu_signature=str(bleu.get_signature()), chrf_signature=str(chrf.get_signature()))
 
 
 # A checkpoint is one file that needs no other: weights, configuration, the tokenizer itself. It is read with
