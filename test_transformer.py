@@ -136,6 +136,20 @@ def test_shapes_of_every_module():
 # --- The same numbers as torch.nn, outputs and gradients -----------------------------------------------------------
 
 
+def test_products_in_a_search_equal_those_in_training():
+    """float32 without gradients may take another library: the same numbers, for every shape that is used."""
+    x, weight, bias = torch.randn(3, 7, 32), torch.randn(96, 32), torch.randn(96)
+    for a, w, b in ((x, weight, bias), (x, weight[32:], bias[32:]), (x[:, ::2], weight, None), (x[0, 0], weight, bias)):
+        expected = F.linear(a.double(), w.double(), None if b is None else b.double())
+        for context in (torch.no_grad(), torch.inference_mode(), contextlib.nullcontext()):
+            with context:
+                torch.testing.assert_close(tf.linear(a, w, b).double(), expected, atol=1e-4, rtol=1e-4)
+    assert tf.linear(x.double(), weight.double()).dtype == torch.float64
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert tf.linear(x, weight, bias).dtype == torch.bfloat16
+    assert tf.linear(x, weight.requires_grad_(), bias).requires_grad
+
+
 def copy_attention(ours, theirs):
     theirs.in_proj_weight.data.copy_(ours.qkv.weight)
     theirs.in_proj_bias.data.copy_(ours.qkv.bias)

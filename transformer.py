@@ -71,8 +71,8 @@ from torch.nn import functional as F
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
-# One switch for the places where a formula of this file has a faster twin: attention, LayerNorm and products (kernels
-# of PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold each pair to the same
+# One switch for the places where a formula of this file has a faster twin: attention, LayerNorm, products (kernels of
+# PyTorch) and the loss (section 10). False runs the formulas as they are written; the tests hold each pair to the same
 # numbers.
 FUSED = True
 

@@ -88,7 +88,7 @@ def parse_arguments(argv):
     form.add_argument("--scores", action="store_true", help="with line number, score and log-probability")
     form.add_argument("--json", action="store_true", help="an object for each line")
     flag(
-        form, "--attention", str, None, "cross-attention of each translation, as a table on stderr, or FILE.png or .svg",
+        form, "--attention", str, None, "where each token looked: a table on stderr, or FILE.png or .svg",
         nargs="?", const="-", metavar="FILE",
     )  # fmt: skip
     flag(form, "--layer", count, None, "of --attention: this layer (the last)")
