@@ -383,7 +383,8 @@ def expand_files(given):
             if not found:
                 raise ValueError(f"{path} matches no file")
             for each in found:  # a pipe would be empty the second time
-                if os.path.exists(each) and not os.path.isfile(each):
+                os.stat(each)  # a missing file is told before anything is made
+                if not os.path.isfile(each):
                     raise ValueError(f"{each} is not a plain file, and data are read more than once")
             out[name] += map(os.path.abspath, found)
     for path in out.get("data", ()):
@@ -445,7 +446,7 @@ def read_tsv(path, s, note):
         elif not line:  # a blank line is a pair with empty sides, to be dropped and counted as such
             yield "", ""
         else:
-            yield bad_line(path, number, f"{len(row)} columns where {max(src, tgt) + 1} are needed", s)
+            yield bad_line(path, number, f"{len(row)} column(s) where {max(src, tgt) + 1} are needed", s)
 
 
 def read_csv(path, s, note):
@@ -475,7 +476,7 @@ def read_csv(path, s, note):
         elif not row:
             yield "", ""
         else:
-            yield bad_line(path, number, f"{len(row)} columns where {max(src, tgt) + 1} are needed", s)
+            yield bad_line(path, number, f"{len(row)} column(s) where {max(src, tgt) + 1} are needed", s)
 
 
 def read_jsonl(path, s, note):
@@ -1723,6 +1724,9 @@ class Run:
                 self.leave()
             if save:  # after validation: the best score belongs to it
                 self.save("last.pt")
+        if state["best"] is None and not state["due"]:  # a run that was cut short has not been measured yet
+            state["due"] = True
+            self.validate_if_due()
         self.agree()
         if self.stop:
             self.leave()
@@ -1934,8 +1938,8 @@ def resume_settings(given):
             continue
         if name not in BREAKS_EXACTNESS:
             raise ValueError(
-                f"--{name_} cannot change on --resume (it was {old}); start anew, with --init-from {folder}/best.pt to "
-                f"keep the weights"
+                f"--{name_} cannot change on --resume (it was {old}): start a new run, from {folder}/best.pt with "
+                f"--init-from if only the data are others"
             )
         if not allow:
             raise ValueError(

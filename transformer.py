@@ -887,7 +887,7 @@ def length_penalty(n, alpha):
     return ((5 + n) / 6) ** alpha
 
 
-NOT_FINITE = "the model gives numbers that are not finite: its weights are damaged"
+NOT_FINITE = "no translation is left: the limits allow none, or the model's numbers are not finite (damaged weights)"
 
 
 @contextmanager
@@ -961,11 +961,11 @@ def follow(model, src, pick, alpha, limits):
         tokens = src.new_full((len(src), 1), BOS)  # (B,t)
         log_prob = torch.zeros(len(src), device=src.device)
         lengths = torch.full((len(src),), -1, device=src.device)  # (B,) without EOS; -1: not ended yet
-        while (lengths < 0).any():
+        while (lengths < 0).any() and log_prob.isfinite().all():
             log_probs = model.next_log_probs(tokens[:, -1:], src_mask, cache)  # (B,V)
             limits.rule_out(log_probs[:, None], tokens[:, None])
             token = pick(log_probs)  # (B,1)
-            log_prob += log_probs.gather(1, token).squeeze(1) * (lengths < 0)
+            log_prob += torch.where(lengths < 0, log_probs.gather(1, token).squeeze(1), 0.0)
             # a row that has ended runs on unheard until the last one ends; its limit must not stop it
             lengths = torch.where((lengths < 0) & (token.squeeze(1) == EOS), tokens.shape[1] - 1, lengths)
             tokens = torch.cat([tokens, token], 1)  # (B,t+1)

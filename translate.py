@@ -18,6 +18,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while all this is imported ends it without a traceback
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def parse_arguments(argv):
     natural, count, real = tf.number(int, 0, 2**31), tf.number(int, 1, 2**31), tf.number(float, 0, 100)
 
     def flag(group, name, kind, default, text, **more):
-        known = "" if default is None else f" (default {default})"
+        known = f" (default {default})" if default not in (None, "") else ""
         group.add_argument(name, type=kind, default=default, help=text + known, **more)
 
     parser.add_argument("text", nargs="*", help="lines to translate; without any, --input or stdin")
@@ -125,9 +126,12 @@ def parse_arguments(argv):
         metavar="FILE",
     )
     args = parser.parse_args(argv)
-    if args.attention and args.attention != "-" and Path(args.attention).suffix not in (".png", ".svg", ".pdf"):
+    if args.attention and args.attention != "-" and not args.attention.lower().endswith((".png", ".svg", ".pdf")):
+        if re.search(r"^\S+\.[a-zA-Z]{3,4}$", args.attention):
+            parser.error(f"--attention draws .png, .svg or .pdf, not {args.attention}")
         args.text.insert(0, args.attention)  # it was the text that came next
         args.attention = "-"
+    args.text = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.text]
     args.sample = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None]
     sources = [bool(args.text), args.input is not None]
     for wrong, message in (
@@ -140,13 +144,12 @@ def parse_arguments(argv):
         (args.sample and args.n_best > 1, "a sample is one translation: --n-best 1"),
         ((args.layer or args.head) and args.attention is None, "--layer and --head need --attention"),
         (args.attention is not None and args.score, "--score has no --attention"),
+        (args.min_len is not None and args.min_len > args.max_len, "--min-len is more than --max-len"),
+        (args.output is not None and not args.output.removesuffix(".gz"), "--output is empty"),
+        (args.output is not None and args.output.endswith(".gz"), "--output is plain text: a name without .gz"),
     ):
         if wrong:
             parser.error(message)
-    for name in (args.input, args.reference, *(args.memory or ()), *([args.compare] if args.compare else ())):
-        if args.output and name and os.path.exists(args.output) and os.path.exists(name):
-            if os.path.samefile(args.output, name):
-                parser.error(f"--output {args.output} would overwrite what is to be read")
     return args
 
 
@@ -166,8 +169,22 @@ def find_checkpoint():
 
 
 def memorised(folder):
-    config = folder / "config.json"
-    return config.exists() and "overfit" in json.loads(config.read_text(encoding="utf-8"))
+    try:
+        return "overfit" in dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def refuse_to_overwrite(args, checkpoints):
+    """--output may be none of what is read, stdin included."""
+    if args.output and os.path.exists(args.output):
+        named = [args.input, args.reference, args.compare, *(args.memory or ()), *checkpoints]
+        read = [os.stat(name) for name in named if name is not None and os.path.exists(name)]
+        with suppress(OSError, ValueError, AttributeError):  # no stdin, or none that is a file
+            read.append(os.fstat(sys.stdin.fileno()))
+        written = os.stat(args.output)
+        if stat.S_ISREG(written.st_mode) and any(os.path.samestat(written, other) for other in read):
+            raise ValueError(f"--output {args.output} would overwrite what is to be read")
 
 
 class Ensemble(nn.Module):
@@ -216,8 +233,9 @@ def load_models(paths, device):
     models, first = [], None
     for path in paths:
         model, tokenizer, rest = tf.load_checkpoint(path, device)
-        step = rest.get("state", {}).get("step", "unknown")
-        print(f"{path}: step {step}, {model.n_parameters():,} parameters, {device}", file=sys.stderr)
+        state = rest.get("state")
+        step = state.get("step") if isinstance(state, dict) else "unknown"
+        say(f"{path}: step {step}, {model.n_parameters():,} parameters, {device}")
         first = first or tokenizer
         if tokenizer.sha256 != first.sha256:
             raise ValueError(f"{path} has another tokenizer than {paths[0]}")
@@ -232,13 +250,18 @@ def sample_search(model, src, temperature=1.0, top_k=None, top_p=1.0, seeds=None
     draws = [np.random.default_rng(seed) for seed in (range(len(src)) if seeds is None else seeds)]
 
     def pick(log_probs):
-        p, index = (log_probs / temperature).softmax(-1).sort(-1, descending=True)  # (B,V)
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)  # the first always stays
-        if top_k:
-            p[:, top_k:] = 0.0
+        p = (log_probs.double() / temperature).softmax(-1)  # (B,V)
+        if top_k or top_p < 1:
+            likely, index = p.sort(-1, descending=True)
+            likely = likely.masked_fill(likely.cumsum(-1) - likely >= top_p, 0.0)  # the first always stays
+            if top_k:
+                likely[:, top_k:] = 0.0
+            p = torch.zeros_like(p).scatter_(1, index, likely)
         u = torch.tensor([[rng.random()] for rng in draws], dtype=p.dtype, device=p.device)  # (B,1)
-        place = (p.cumsum(-1) <= u * p.sum(-1, keepdim=True)).sum(-1, keepdim=True)  # (B,1) the first sum above u
-        return index.gather(1, place.clamp(max=(p > 0).sum(-1, keepdim=True) - 1))
+        # The first token at which the sum is above u. In the vocabulary's order: in that of size, rounding could swap
+        # two equals, and the same u would mean another token.
+        sums = p.cumsum(-1)  # (B,V)
+        return (sums <= u * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=p.shape[1] - 1)
 
     return tf.follow(model, src, pick, alpha, limits)
 
@@ -271,12 +294,12 @@ def repeats(text, n=3):
 
 
 class Translator:
-    def __init__(self, args):
+    def __init__(self, args, checkpoints):
         self.args, self.warned, self.at_limit = args, 0, 0
         if args.threads:
             torch.set_num_threads(args.threads)
         self.device = tf.pick_device(args.device)
-        self.model, self.tokenizer = load_models(args.checkpoint or [find_checkpoint()], self.device)
+        self.model, self.tokenizer = load_models(checkpoints, self.device)
         self.limit = self.model.config.max_len - 1  # tokens, without EOS
 
     def half(self):
@@ -290,14 +313,19 @@ class Translator:
             own = split_to_fit(self.tokenizer.source, line, self.limit)
             if len(own) > 1:
                 say(f"line {number} has more than {self.limit} tokens: translated in {len(own)} parts")
-            parts += own
-            owners += [number - first] * len(own)
+            fit = [part for part in own if len(self.tokenizer.source.encode(part)) <= self.limit]
+            if len(fit) < len(own):
+                say(f"line {number} has a character of more than {self.limit} tokens, which is left out")
+                self.warned += 1
+            parts += fit
+            owners += [number - first] * len(fit)
         options = dict(alpha=a.alpha, extra_len=a.max_len, min_extra=a.min_len, no_repeat_ngram=a.no_repeat_ngram)
         if a.sample:
             how = {name: getattr(a, name) for name in a.sample}
 
             def sample(src, numbers, **limits):
-                return sample_search(self.model, src, seeds=[(a.seed, first + i) for i in numbers], **how, **limits)
+                which = [(a.seed, first + owners[i], i - owners.index(owners[i])) for i in numbers]  # line, part
+                return sample_search(self.model, src, seeds=which, **how, **limits)
 
             options["search"] = sample
         with self.half():
@@ -336,7 +364,8 @@ class Translator:
         rows = [self.tokenizer.source.encode(line) for _ in found], [h.tokens for _, h in found]
         hypotheses = []
         if found and len(rows[0][0]) <= self.limit:  # a line in parts has no one source for its tokens
-            log_probs = tf.score_pairs(self.model, *map(as_rows, rows))
+            with self.half():
+                log_probs = tf.score_pairs(self.model, *map(as_rows, rows))
         else:
             log_probs = [None] * len(found)
         for (text, h), each in zip(found, log_probs):
@@ -374,17 +403,17 @@ class Translator:
         except ImportError:
             pass
         commands = dict(beam="beam", nbest="n_best", alpha="alpha", attention="attention", scores="scores")
-        print(
-            "a line at a time; :beam 8, :nbest 3, :alpha 1, :scores, :attention; an empty line or Ctrl-D ends",
-            file=sys.stderr,
-        )
+        say("a line at a time; :beam 8, :nbest 3, :alpha 1, :scores, :attention; an empty line or Ctrl-D ends")
         while True:
             print("> ", end="", file=sys.stderr, flush=True)  # stdout is for translations
             try:
                 line = input()
             except EOFError:
-                print(file=sys.stderr)
+                say("")
                 return
+            except UnicodeDecodeError:
+                say("that is not UTF-8")
+                continue
             name, _, value = line[1:].strip().partition(" ")
             if not line.strip():
                 return
@@ -415,9 +444,11 @@ class Translator:
             else:
                 say(f"line {number} is not scored: its source is blank, or a side has more than {self.limit} tokens")
                 self.warned += 1
-        scores = dict(
-            zip(numbers, tf.score_pairs(self.model, *tf.encode_pairs(self.tokenizer, pairs)) if pairs else ())
-        )
+        with self.half():
+            scores = tf.score_pairs(self.model, *tf.encode_pairs(self.tokenizer, pairs)) if pairs else []
+        if not all(map(math.isfinite, itertools.chain(*scores))):
+            raise ValueError(tf.NOT_FINITE)
+        scores = dict(zip(numbers, scores))
         for number, (src, tgt) in enumerate(zip(sources, references), 1):
             each = scores.get(number)
             if each is not None:
@@ -434,17 +465,18 @@ class Translator:
                     row |= dict(score=h.score, log_prob=h.log_prob, tokens=pieces, token_log_probs=each)
                 text = json.dumps(row, ensure_ascii=False) + "\n"
             else:
-                text = f"{number}\t\t\t{tgt}\n" if each is None else as_table(number, [(tgt, h)])
+                text = tf.normalize(tgt)  # no tab in it
+                text = f"{number}\t\t\t{text}\n" if each is None else as_table(number, [(text, h)])
             out.write(text.encode("utf-8"))
 
     def fits(self, ids):
         return 0 < len(ids) <= self.limit
 
-    def report(self, sources, outputs, references, seconds):
+    def report(self, sources, outputs, references, memory, seconds):
         a, metrics = self.args, metrics_of(self.args.bleu_tokenizer)
         systems = {"this model": outputs, "the source, copied": sources}
         if a.memory:
-            systems["nearest training pair"] = nearest_targets(sources, *map(read, a.memory))
+            systems["nearest training pair"] = nearest_targets(sources, *memory)
         warn_of_script(references, a.bleu_tokenizer)
         say(f"{'':24}" + "".join(f"{name:>9}" for name in metrics))
         for name, lines in systems.items():
@@ -486,18 +518,18 @@ class Translator:
                 name = f"{low} to {high}" if high < 10**9 else f"{low} and more"
                 say(f"{name:24}" + "".join(f"{value:9.2f}" for value in values) + f"{len(rows):9}")
 
-    def compare(self, sources, outputs, references):
-        """Paired bootstrap (Koehn, 2004) of these translations against others."""
+    def compare(self, sources, outputs, references, other):
+        """Paired bootstrap (Koehn, 2004) of these translations against others, or another checkpoint's (other None)."""
         from sacrebleu.significance import PairedTest
 
         a, path = self.args, self.args.compare
-        if is_checkpoint(path):
-            model, tokenizer = load_models([path], self.device)
-            self.model, self.tokenizer, self.limit = model, tokenizer, model.config.max_len - 1
-            other = self.file([sources], len(sources), None)
-        else:
-            other = read(path)
-            check_counts(path, other, a.reference, references)
+        if other is None:
+            self.model, self.tokenizer = load_models([path], self.device)
+            self.limit = self.model.config.max_len - 1
+            other = self.lines(sources)
+        if other == outputs:
+            say(f"{path}: the same translations")
+            return
         metrics = {name: metric for name, metric in metrics_of(a.bleu_tokenizer).items() if name != "TER"}
         test = PairedTest(
             [(str(path), other), ("this", outputs)], metrics, [references], test_type="bs", n_samples=1000
@@ -517,6 +549,9 @@ class Translator:
             raise ValueError(f"--layer {a.layer}: the model has {self.layers()}")
         for number, (line, hypotheses) in enumerate(zip(lines, found), first):
             ids = self.tokenizer.source.encode(line)
+            if len(ids) > self.limit:
+                say(f"line {number}, in parts, has no one picture of attention")
+                self.warned += 1
             if not hypotheses or len(ids) > self.limit:
                 continue
             weights = attention_of(self.model, ids, hypotheses[0][1].tokens)[layer - 1]  # (H,T,S)
@@ -615,7 +650,11 @@ def draw_attention(path, weights, src, tgt, layer, head):
 
 
 def say(text):
-    print(text, file=sys.stderr, flush=True)
+    """To stderr; if nobody reads that, the work goes on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
 
 def read(path):
@@ -623,6 +662,8 @@ def read(path):
 
 
 def is_checkpoint(path):
+    if not os.path.isfile(path):  # a pipe can be read once
+        return False
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
 
@@ -662,13 +703,12 @@ def warn_of_script(references, tokenizer):
     if len(letters) > 12 * len(words):
         say("warning: the references have no spaces between words: --bleu-tokenizer zh, ja-mecab, ko-mecab or char")
     else:
-        say("warning: 13a does not know this script's punctuation: --bleu-tokenizer intl or flores200")
+        say("warning: 13a does not know this script's punctuation: --bleu-tokenizer intl")
 
 
 def nearest_targets(sources, training_sources, training_targets):
     """For each source the target of the training pair whose source shares most words with it, rare words counting more
     (cosine of tf-idf vectors): what a translation memory does. Any model should beat it."""
-    check_counts("--memory's first file", training_sources, "its second", training_targets)
     bags = [Counter(tf.normalize(line).lower().split()) for line in training_sources]
     places = {}  # word -> the training lines it is in, and how often
     for i, bag in enumerate(bags):
@@ -731,9 +771,16 @@ def main(argv=None):
             if not sources:
                 raise ValueError(f"{args.input} is empty: there is nothing to score")
             metrics_of(args.bleu_tokenizer)
-        for path in [*(args.memory or ()), *([args.compare] if args.compare else ())]:
-            open(path, "rb").close()
-        translator = Translator(args)
+        memory = other = None
+        if args.memory:
+            memory = [read(path) for path in args.memory]
+            check_counts(args.memory[0], memory[0], args.memory[1], memory[1])
+        if args.compare and not is_checkpoint(args.compare):
+            other = read(args.compare)
+            check_counts(args.compare, other, args.reference, references)
+        checkpoints = args.checkpoint or [find_checkpoint()]
+        refuse_to_overwrite(args, checkpoints)
+        translator = Translator(args, checkpoints)
         if args.text:
             sources = args.text
         elif sources is None and sys.stdin is None:
@@ -754,18 +801,20 @@ def main(argv=None):
                 outputs = translator.file(blocks, total, out if args.output or references is None else None)
             out and out.flush()
         if references is not None and not args.score:
-            translator.report(sources, outputs, references, time.perf_counter() - start)
+            translator.report(sources, outputs, references, memory, time.perf_counter() - start)
             if args.compare:
-                translator.compare(sources, outputs, references)
+                translator.compare(sources, outputs, references, other)
         return 1 if translator.warned else 0
     except BrokenPipeError:  # whoever read our output has had enough (head, less): no complaint
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        say("")
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        print(f"translate.py: {tf.explain(error)}", file=sys.stderr)
+        if isinstance(error, OSError) and args.output and error.errno and not error.filename:
+            error.filename = args.output
+        say(f"translate.py: {tf.explain(error)}")
         return 1
 
 
