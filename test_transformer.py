@@ -1836,7 +1836,7 @@ def finish(started):
 def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(corpus, tmp_path, norm, processes, accumulate):
     """SIGKILL in the middle of updates, saves and validations, over three epochs and more, dropout on: the same
     weights, optimizer and metrics.jsonl, bit for bit."""
-    flags = ["--data", corpus, *TINY, "--norm", norm, "--dropout", "0.2", "--accumulate", accumulate, "--steps", "40"]
+    flags = ["--data", corpus, *TINY, "--norm", norm, "--dropout", "0.2", "--accumulate", accumulate, "--steps", "60"]
     flags += ["--eval-every", "9", "--save-every", "2", "--log-every", "1", "--patience", "50", "--average", "2"]
     assert finish(start(*flags, "--out", tmp_path / "whole", processes=processes))[0] == [0] * processes
     rng, kills = random.Random(processes), 0
