@@ -1,11 +1,11 @@
-"""The same training twice, by transformer.py and by PyTorch's nn.Transformer: from the same initial weights, on the same
-batches in the same order, with the same loss, rate, clipping and optimizer. Loss, time and BLEU side by side.
+"""The same training twice, by transformer.py and by PyTorch's nn.Transformer: from the same initial weights, on the
+same batches in the same order, with the same loss, rate, clipping and optimizer. Loss, time and BLEU side by side.
 
     python bench/side_by_side.py --src train.en --tgt train.de --val-src val.en --val-tgt val.de --precision bf16
 
-Two things differ: nn.Transformer also drops attention weights and the inside of the feed-forward, and draws its dropout
-its own way. What it has learned is loaded into transformer.py to be translated with (the tests show that the two compute
-the same): both are scored by the same search.
+Two things differ: nn.Transformer also drops attention weights and the inside of the feed-forward, and draws its
+dropout its own way. What it has learned is loaded into transformer.py to be translated with (the tests show that the
+two compute the same): both are scored by the same search.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
-from training import TorchTransformer
+from training import TorchTransformer, update
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -80,15 +79,8 @@ def main():
             for step in range(first + 1, first + 51):
                 epoch, b = divmod(step - 1, len(sampler))
                 batch = tf.collate(*rows, sampler.epoch(epoch)[b])
-                n = int((batch[2] != tf.PAD).sum())
-                with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
-                    loss = loss_of(*batch)
-                (loss / n).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                for group in optimizers[name].param_groups:
-                    group["lr"] = tf.noam_rate(step, config.d_model, args.warmup_steps)
-                optimizers[name].step()
-                optimizers[name].zero_grad()
+                rate = tf.noam_rate(step, config.d_model, args.warmup_steps)
+                loss, n = update(model, loss_of, optimizers[name], batch, rate, args.precision)
                 total, tokens = total + loss.item(), tokens + n
             seconds[name] += time.perf_counter() - start
             line += f"{total / tokens:24.4f}{seconds[name]:10.1f}"

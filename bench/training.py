@@ -3,8 +3,8 @@
     python bench/training.py [--data FILE.tsv] [--precision fp32|bf16] [--preset small] [--batch-tokens 4096]
 
 Prints target tokens a second (padding not counted) of both and their ratio, round by round. Timings on a shared
-machine are noisy; the ratio within a round is what to look at. A step is forward, label-smoothed loss, backward, clipping,
-Adam.
+machine are noisy; the ratio within a round is what to look at. A step is forward, label-smoothed loss, backward,
+clipping, Adam.
 """
 
 import argparse
@@ -55,6 +55,20 @@ class TorchTransformer(nn.Module):
         )
 
 
+def update(model, loss_of, optimizer, batch, rate, precision):
+    """One step of training -> its summed loss (a tensor) and its target tokens."""
+    n = int((batch[2] != tf.PAD).sum())
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        loss = loss_of(*batch)
+    (loss / n).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), n
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=str(HERE.parent / "data" / "demo.tsv"))
@@ -84,16 +98,7 @@ def main():
         tokens, start = 0, time.perf_counter()
         for i in range(position, position + updates):
             batch = tf.collate(*rows, batches[i % len(batches)])
-            n = int((batch[2] != tf.PAD).sum())
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
-                loss = loss_of(*batch)
-            (loss / n).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizers[name].param_groups:
-                group["lr"] = 1e-4
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            tokens += n
+            tokens += update(model, loss_of, optimizers[name], batch, 1e-4, args.precision)[1]
         return tokens / (time.perf_counter() - start)
 
     train.keep_freed_memory()  # for both alike
